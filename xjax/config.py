@@ -1,0 +1,187 @@
+"""Frozen settings, the cache spec a model declares, and the one reader of our environment.
+
+`EngineOptions` is the flat set of option names that the command line and `LLM` share; its
+fields carry the help, so flags and the table in the docs are made from it. `CacheSpec` is all
+that cache, scheduler and memory plan know about a model. No arrays, no files are opened here.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from xjax.errors import LoadError
+
+# ---- the cache spec ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PagedLayer:
+    """A layer that keeps keys and values in pages.
+
+    num_kv_heads, head_dim   K and D of its pages
+    window                   tokens it looks back on (itself counted), None for all
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """A layer that keeps one state of fixed size for each sequence.
+
+    num_heads, key_dim, value_dim    H, Dk, Dv of the recurrent state
+    conv_channels, conv_width        C, W of the convolution; 0 channels for none
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_channels: int = 0
+    conv_width: int = 1
+
+
+LayerSpec = PagedLayer | RecurrentLayer
+CacheSpec = tuple[LayerSpec, ...]
+
+
+@dataclass(frozen=True)
+class PageGroup:
+    """Layers whose pages live and die together; a page id means one page in each of them."""
+
+    window: int | None
+    layer_ids: tuple[int, ...]
+
+
+def page_groups(spec: CacheSpec) -> tuple[PageGroup, ...]:
+    """Sort the paged layers of a spec into groups: full attention first, then by window."""
+    windows = {layer.window for layer in spec if isinstance(layer, PagedLayer)}
+    ordered = sorted(windows, key=lambda window: (window is not None, window or 0))
+    return tuple(
+        PageGroup(
+            window,
+            tuple(i for i, layer in enumerate(spec) if isinstance(layer, PagedLayer) and layer.window == window),
+        )
+        for window in ordered
+    )
+
+
+def has_recurrent(spec: CacheSpec) -> bool:
+    """Whether any layer of the spec keeps recurrent state."""
+    return any(isinstance(layer, RecurrentLayer) for layer in spec)
+
+
+# ---- options ----------------------------------------------------------------------------
+
+
+def _option(default: Any, text: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": text, **extra})
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNELS = ("auto", "xla")
+PREEMPTION_MODES = ("auto", "recompute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Every engine option, flat, in the spelling of the command line (dashes for underscores).
+
+    A default of None means that the platform decides; `resolve` fills it in.
+    Raises LoadError naming the option when a value is out of range.
+    """
+
+    max_num_seqs: int = _option(32, "sequences that run at once", low=1, high=4096)
+    max_model_len: int | None = _option(
+        None, "longest prompt plus answer in tokens; default: what the model allows", low=2, high=2**30
+    )
+    prefill_chunk_size: int | None = _option(
+        None, "prompt tokens computed in one step; default: 512 on CPU, 2048 on accelerators", low=16, high=65536,
+        aliases=("max_num_batched_tokens",),
+    )  # fmt: skip
+    kv_fraction: float = _option(
+        0.6, "share of the memory left after weights that pages may take", low=0.01, high=1.0,
+        aliases=("gpu_memory_utilization",),
+    )  # fmt: skip
+    num_pages: int | None = _option(
+        None, "pages of the largest group; default: the memory plan decides", low=2, high=2**30,
+        aliases=("num_gpu_blocks_override",),
+    )  # fmt: skip
+    page_size: int | None = _option(
+        None, "tokens in a page; default: 16 on CPU, 64 on accelerators", low=1, high=1024, aliases=("block_size",)
+    )
+    dtype: str = _option("auto", "of weights and activations; auto: float32 on CPU, else bfloat16", choices=DTYPES)
+    kvcache_dtype: str = _option(
+        "auto", "of keys and values; auto: as --dtype", choices=DTYPES, aliases=("kv_cache_dtype",)
+    )
+    kernels: str = _option("auto", "kernel family", choices=KERNELS)
+    threads: int | None = _option(None, "processor threads to compute with; default: all", low=1, high=1024)
+    preemption_mode: str = _option("auto", "what happens when pages run out", choices=PREEMPTION_MODES)
+    max_queue: int | None = _option(None, "requests that may wait; default: no limit", low=1, high=10**7)
+    generation_config: str = _option("auto", "take sampling defaults from the model or not", choices=("auto", "none"))
+    seed: int = _option(0, "seed of requests that name none; each request draws its own", low=0, high=2**63 - 1)
+    compile_cache: str | None = _option(
+        None, "folder of compiled programs; 'none' for no cache; default: on for the command line, off in Python"
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, meta = getattr(self, item.name), item.metadata
+            flag = "--" + item.name.replace("_", "-")
+            if value is None:
+                continue
+            if "choices" in meta and value not in meta["choices"]:
+                raise LoadError(f"{flag} must be one of {', '.join(meta['choices'])}, not {value!r}")
+            if "low" in meta:
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if item.name != "kv_fraction":
+                    is_number = is_number and isinstance(value, int)
+                if not is_number or not meta["low"] <= value <= meta["high"]:
+                    raise LoadError(f"{flag} must be from {meta['low']} to {meta['high']}, not {value!r}")
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> "EngineOptions":
+        """Build from names as users write them, aliases included; unknown ones raise LoadError."""
+        names = {item.name: item.name for item in fields(cls)}
+        for item in fields(cls):
+            names.update({alias: item.name for alias in item.metadata.get("aliases", ())})
+        values: dict[str, Any] = {}
+        for key, value in options.items():
+            if key not in names:
+                raise LoadError(f"unknown option {key!r}; known: {', '.join(sorted(names))}")
+            if names[key] in values:
+                raise LoadError(f"option {names[key]!r} was given twice, once as {key!r}")
+            values[names[key]] = value
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler needs to know; every number is final."""
+
+    max_num_seqs: int
+    max_model_len: int
+    page_size: int
+    num_pages: tuple[int, ...]  # by group, the trash page 0 included
+    windows: tuple[int | None, ...]  # by group
+    prefill_chunk_size: int
+    max_queue: int | None = None
+    has_recurrent: bool = False
+    num_snapshots: int = 0
+    step_time_target: float = 0.25  # seconds that a step with running decodes should take
+    lookahead: bool = True  # plan a step before the last one's tokens are known
+
+
+# ---- environment ------------------------------------------------------------------------
+
+
+def cache_home() -> Path:
+    """Folder of everything we keep between runs: XJAX_HOME, else XDG_CACHE_HOME/xjax, else ~/.cache/xjax."""
+    home = os.environ.get("XJAX_HOME")
+    if home:
+        return Path(home).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache").expanduser().absolute() / "xjax"

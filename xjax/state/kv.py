@@ -1,0 +1,82 @@
+"""The engine's state: one immutable pytree, the only argument a step donates.
+
+Pages hold keys and values head-major, K and V apart, each layer on its own, so that a step
+updates them in place and a swap moves lists of per-layer arrays. Which page belongs to whom is
+the host's business; nothing here knows a sequence.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from xjax.config import CacheSpec, PagedLayer, page_groups
+from xjax.state.recurrent import Recurrent, abstract_recurrent
+
+TRASH_PAGE = 0
+
+
+@struct.dataclass
+class LayerKV:
+    """Pages of one layer.
+
+    k, v   [P, K, S, D]   cache dtype; P is its group's, page 0 takes what padding writes
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+@struct.dataclass
+class EngineState:
+    """Everything on the device that outlives a step, parameters excepted.
+
+    kv           one LayerKV or None for each layer
+    recurrent    one Recurrent or None for each layer
+    last_token   [R+1] int32   the token each running row sampled last; row R is trash
+    position     [R+1] int32   how many tokens each running row holds in pages
+    """
+
+    kv: tuple[LayerKV | None, ...]
+    recurrent: tuple[Recurrent | None, ...]
+    last_token: jax.Array
+    position: jax.Array
+
+
+def abstract_state(
+    spec: CacheSpec,
+    *,
+    num_pages: tuple[int, ...],
+    page_size: int,
+    num_rows: int,
+    num_snapshots: int = 0,
+    dtype: jnp.dtype = jnp.dtype("float32"),
+) -> EngineState:
+    """Describe a state with ShapeDtypeStructs; `num_pages` by group, `num_rows` is R."""
+    group_of = {layer_id: g for g, group in enumerate(page_groups(spec)) for layer_id in group.layer_ids}
+    kv: list[LayerKV | None] = []
+    recurrent: list[Recurrent | None] = []
+    for layer_id, layer in enumerate(spec):
+        if isinstance(layer, PagedLayer):
+            shape = (num_pages[group_of[layer_id]], layer.num_kv_heads, page_size, layer.head_dim)
+            leaf = jax.ShapeDtypeStruct(shape, dtype)
+            kv.append(LayerKV(leaf, leaf))
+            recurrent.append(None)
+        else:
+            kv.append(None)
+            recurrent.append(abstract_recurrent(layer, num_rows, num_snapshots))
+    rows = jax.ShapeDtypeStruct((num_rows + 1,), jnp.int32)
+    return EngineState(tuple(kv), tuple(recurrent), rows, rows)
+
+
+def allocate(abstract: EngineState, sharding: jax.sharding.Sharding | None = None) -> EngineState:
+    """Make the state that `abstract` describes, zero everywhere, each leaf a buffer of its own."""
+
+    def build() -> EngineState:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+
+    return jax.jit(build, out_shardings=sharding)()
+
+
+def state_bytes(abstract: EngineState) -> int:
+    """Bytes of all leaves of a state, abstract or real."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
