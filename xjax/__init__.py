@@ -1,0 +1,60 @@
+"""xjax: LLM inference compiled by JAX and XLA.
+
+These are the public names. They are looked up when first used, so that importing xjax, or a
+host part of it, neither imports JAX nor reads the environment.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from xjax.engine.llm import LLM, CompletionOutput, RequestOutput, StreamChunk
+    from xjax.errors import CapacityError, EngineError, LoadError, RequestError, XjaxError
+    from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
+
+_HOME_BY_NAME = {
+    "LLM": "xjax.engine.llm",
+    "CompletionOutput": "xjax.engine.llm",
+    "RequestOutput": "xjax.engine.llm",
+    "StreamChunk": "xjax.engine.llm",
+    "CapacityError": "xjax.errors",
+    "EngineError": "xjax.errors",
+    "LoadError": "xjax.errors",
+    "RequestError": "xjax.errors",
+    "XjaxError": "xjax.errors",
+    "FinishReason": "xjax.request",
+    "Request": "xjax.request",
+    "SamplingParams": "xjax.request",
+    "TokenEvent": "xjax.request",
+}
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CompletionOutput",
+    "EngineError",
+    "FinishReason",
+    "LoadError",
+    "Request",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamChunk",
+    "TokenEvent",
+    "XjaxError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_BY_NAME:
+        raise AttributeError(f"module 'xjax' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_BY_NAME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
