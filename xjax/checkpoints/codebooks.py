@@ -7,6 +7,7 @@ This module knows no files but its own data, and no tensor names.
 
 import functools
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_NONLINEAR = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
-)
+_NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 # Four-bit floats (one sign, two exponent, one mantissa bit), doubled to be whole numbers.
 _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
@@ -69,16 +68,19 @@ def _half(blocks: Bytes, start: int) -> Floats:
 
 def _halves(packed: Bytes) -> Bytes:
     """Low and high half of each byte, side by side: [blocks, 2 * bytes]."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    parts = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+    return parts.astype(np.uint8, copy=False).reshape(len(packed), -1)
 
 
-def _fields(words: npt.NDArray[np.unsignedinteger], shifts: tuple[int, ...], mask: int) -> npt.NDArray[np.intp]:
+def _fields(
+    words: npt.NDArray[np.unsignedinteger], shifts: tuple[int, ...], mask: int
+) -> npt.NDArray[np.intp]:
     """Cut one field at each shift out of every word: [blocks, words * fields] indices."""
     parts = words[:, :, None] >> np.array(shifts, words.dtype)
     return (parts & words.dtype.type(mask)).reshape(len(words), -1).astype(np.intp)
 
 
-def _write(out: Floats, step: Floats, grid: Floats, signs: Floats) -> None:
+def _write(out: Floats, step: npt.NDArray[np.floating[Any]], grid: Floats, signs: Floats) -> None:
     """out = step * grid * signs, with one step for each run of consecutive elements."""
     runs = out.reshape(len(out), step.shape[1], -1)
     np.multiply(grid.reshape(runs.shape), step[:, :, None], out=runs)

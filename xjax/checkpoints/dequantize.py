@@ -39,7 +39,9 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     block = BLOCK_TYPES[dtype]
     row = shape[-1] if shape else 1
     if row % block.block_size:
-        raise LoadError(f"rows of {row} elements cannot be stored as {dtype}, in blocks of {block.block_size}")
+        raise LoadError(
+            f"rows of {row} elements cannot be stored as {dtype}, in blocks of {block.block_size}"
+        )
     return math.prod(shape) // block.block_size * block.num_bytes
 
 

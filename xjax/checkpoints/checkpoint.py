@@ -1,0 +1,85 @@
+"""A model on disk, whichever form it has: its config and its tensors by name.
+
+Life of a checkpoint: `open_checkpoint` reads headers and JSON only; a tensor's bytes are
+read when its view is asked; the files stay mapped while a view of them lives. Names and
+shapes are those of the files: what they mean is known to xjax.weights.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from xjax.checkpoints.gguf import read_gguf
+from xjax.checkpoints.metadata import read_json, read_optional_json
+from xjax.checkpoints.safetensors import read_safetensors
+from xjax.checkpoints.tensor import TensorView
+from xjax.errors import LoadError
+
+__all__ = ["Checkpoint", "TensorView", "open_checkpoint"]
+
+_LATER_PART = re.compile(r"-(?!00001-of-)\d{5}-of-\d{5}\.gguf$")
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """An open model.
+
+    kind               "hf": a folder as Hugging Face lays it out; "gguf": a GGUF file
+    path               the folder or the (first) file
+    config             config.json, or the GGUF metadata by key
+    generation_config  generation_config.json, {} if there is none
+    tensors            by the name in the file
+    files              the weight files, in order
+    architecture       config's first "architectures", or GGUF's general.architecture
+    """
+
+    kind: Literal["hf", "gguf"]
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tensors: Mapping[str, TensorView]
+    files: tuple[Path, ...]
+    architecture: str
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    metadata, tensors, files = read_gguf(path)
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise LoadError(f"{files[0]}: the metadata has no general.architecture")
+    if not tensors:
+        raise LoadError(f"{files[0]}: holds no tensors, only metadata")
+    return Checkpoint("gguf", files[0], metadata, {}, tensors, files, architecture)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    if not (folder / "config.json").exists():
+        files = sorted(file for file in folder.glob("*.gguf") if not _LATER_PART.search(file.name))
+        if len(files) == 1:
+            return _open_gguf(files[0])
+        found = f"several ({', '.join(file.name for file in files[:4])}): name one" if files else "neither"
+        raise LoadError(f"{folder}: expected config.json and weights, or one GGUF file; found {found}")
+    config = read_json(folder / "config.json")
+    architectures: Any = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise LoadError(f"{folder / 'config.json'}: 'architectures' does not name a model class")
+    generation_config = read_optional_json(folder / "generation_config.json")
+    tensors, files = read_safetensors(folder)
+    return Checkpoint("hf", folder, config, generation_config, tensors, files, architectures[0])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a Hugging Face folder or a GGUF file (of a split one, any part).
+
+    Raises LoadError with one line that names the file, the tensor or key, and what was expected.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise LoadError(f"{path}: no such file or folder")
+    if path.suffix == ".safetensors":
+        raise LoadError(f"{path}: name the folder that holds this file and its config.json")
+    return _open_gguf(path)

@@ -1,0 +1,96 @@
+"""A file mapped into memory and the named tensors inside it.
+
+Nothing is read before it is asked for, and pages of the file that were read are given back,
+so opening a model costs no memory. Knows no file format.
+"""
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from xjax.checkpoints.dequantize import BLOCK_TYPES, dequantize, num_bytes
+from xjax.errors import LoadError
+
+
+class MappedFile:
+    """The bytes of a file, read-only.
+
+    path     as given
+    data     [size]  uint8; views of it keep the mapping alive
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size == 0:
+                    raise LoadError(f"{path}: the file is empty")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise LoadError(f"{path}: cannot be read: {error.strerror}") from error
+        self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.data)
+
+    def buffer(self) -> memoryview:
+        """Return the bytes without numpy, for struct."""
+        return memoryview(self._map)
+
+    def release(self, start: int, count: int) -> None:
+        """Drop these bytes from this process's memory; reading them again maps them again."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, start + count - first)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorView:
+    """One tensor of a checkpoint, still in its file.
+
+    shape    numpy order, the fastest dimension last ([out, in] for a matrix)
+    dtype    "float32", "bfloat16", "q4_1", ...: a key of `dequantize.BLOCK_TYPES`
+    file     name of the file it lies in, for messages
+    start    byte at which it begins in `mapped`; the reader has checked that it ends inside
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    mapped: MappedFile
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it takes in the file."""
+        return num_bytes(self.dtype, self.shape)
+
+    def raw(self) -> npt.NDArray[np.uint8]:
+        """Return the stored bytes.
+
+        returns  [bytes]  uint8, a read-only view of the file
+        """
+        return self.mapped.data[self.start : self.start + self.num_bytes]
+
+    def read(self) -> npt.NDArray[np.float32]:
+        """Return the tensor as numbers.
+
+        returns  [*shape]  float32, fresh, or a read-only view of the file if stored so
+
+        Raises LoadError for a type that has no decoder.
+        """
+        if BLOCK_TYPES[self.dtype].decode is None:
+            raise LoadError(
+                f"{self.file}: tensor {self.name} is stored as {self.dtype}, which cannot be read; "
+                "use another conversion of this model"
+            )
+        values = dequantize(self.raw(), self.dtype, self.shape)
+        self.mapped.release(self.start, self.num_bytes)
+        return values
