@@ -159,6 +159,34 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepShapes:
+    """The static shapes that steps come in, as far as the host must know them.
+
+    decode_rows       rows of the decode shapes, rising; the last holds every running sequence
+    prefill           (tokens, tile) of the mixed shapes, rising in both and in their ratio
+    num_scored        prompt positions of a full mixed step that can be scored, by shape
+    num_pairs         sparse penalty and bias pairs of a full step
+    """
+
+    decode_rows: tuple[int, ...]
+    prefill: tuple[tuple[int, int], ...]
+    num_scored: tuple[int, ...]
+    num_pairs: int
+
+    @classmethod
+    def plan(cls, *, max_num_seqs: int, prefill_chunk_size: int, max_model_len: int) -> "StepShapes":
+        """Choose a short list of shapes: each costs seconds to compile and about 60 MB."""
+        rows = tuple(sorted({min(size, max_num_seqs) for size in (1, 4, 8, 16)} | {max_num_seqs}))
+        if max_num_seqs > 32:
+            rows = tuple(sorted(set(rows) | {size for size in (64, 128, 256) if size < max_num_seqs}))
+        longest = -(-min(prefill_chunk_size, max_model_len) // 32) * 32
+        prefill = tuple((size, 32) for size in (32, 128) if size < longest)
+        prefill += ((longest, 128 if longest >= 512 and longest % 128 == 0 else 32),)
+        scored = tuple(min(tokens, 64) for tokens, _ in prefill)
+        return cls(decode_rows=rows, prefill=prefill, num_scored=scored, num_pairs=max(4096, max_model_len + 2048))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """What the scheduler needs to know; every number is final."""
 
@@ -167,12 +195,10 @@ class SchedulerConfig:
     page_size: int
     num_pages: tuple[int, ...]  # by group, the trash page 0 included
     windows: tuple[int | None, ...]  # by group
-    prefill_chunk_size: int
+    shapes: StepShapes
     max_queue: int | None = None
     has_recurrent: bool = False
-    num_snapshots: int = 0
     step_time_target: float = 0.25  # seconds that a step with running decodes should take
-    lookahead: bool = True  # plan a step before the last one's tokens are known
 
 
 # ---- environment ------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""What the scheduler decides for one step, and what it hears back: frozen values.
+
+Rows of a step: decodes first, one token each, then prefill chunks. Sampled positions: one a row in
+the same order, then the prompt positions whose log-probabilities were asked for. `Plan` holds
+copies of everything the step needs, so later decisions do not change it.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from xjax.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence that are prefilled in a step.
+
+    row          row of the step
+    start        position of the first token
+    token_ids    [n] int32
+    is_last      the last token's logits give the next token
+    num_scored   leading tokens whose successor's log-probability is wanted
+    """
+
+    row: int
+    start: int
+    token_ids: np.ndarray
+    is_last: bool
+    num_scored: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens in the chunk."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sparse penalties and biases of one row.
+
+    ids      [z] int32
+    counts   [z] int32, as `Sampled.pair_count` has them
+    biases   [z] float32
+    """
+
+    row: int
+    ids: np.ndarray
+    counts: np.ndarray
+    biases: np.ndarray
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step.
+
+    sequences       one a row; decodes first
+    num_decode      rows that decode
+    num_rows        B of the step's shape, at least the number of sequences
+    prefill         (tokens, tile) of the step's shape, or None
+    full            whether the full body is needed
+    slots           [rows] int32   running rows
+    positions       [decodes] int32
+    token_ids       [decodes] int32   -1 where the token is not known yet
+    tables          [G, rows, M] int32
+    samples         [rows] bool   whether the row's token counts
+    pending         [rows] int32   1: a sampled token is still under way
+    columns         sampling parameters by field name, [rows, ...]
+    scored_targets  [scored] int32   ids asked about, chunk after chunk
+    """
+
+    step_id: int
+    sequences: tuple[Sequence, ...]
+    num_decode: int
+    num_rows: int
+    prefill: tuple[int, int] | None
+    full: bool
+    slots: np.ndarray
+    positions: np.ndarray
+    token_ids: np.ndarray
+    tables: np.ndarray
+    samples: np.ndarray
+    pending: np.ndarray
+    columns: dict[str, np.ndarray]
+    chunks: tuple[Chunk, ...] = ()
+    pairs: tuple[Pairs, ...] = ()
+    scored_targets: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    recurrent_fresh: np.ndarray | None = None  # [rows] bool, rows that start from the zero state
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens computed in the step."""
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came back from the device, numpy, indexed by sampled position.
+
+    token          [J] int32
+    flags          [J] int32     bit 0: the logits were not finite
+    logprob        [J] float32   full body only, like the rest
+    rank           [J] int32
+    top_ids        [J, 20] int32
+    top_logprobs   [J, 20] float32
+    """
+
+    token: np.ndarray
+    flags: np.ndarray
+    logprob: np.ndarray | None = None
+    rank: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None

@@ -1,0 +1,65 @@
+"""Running rows: slots, and the numpy tables that change by deltas and are gathered each step.
+
+A sequence gets a slot when it is admitted and keeps it until it finishes or is preempted. Column
+names are those of the packed layout, so packing a step copies columns and nothing else.
+"""
+
+import numpy as np
+
+from xjax.config import SchedulerConfig
+from xjax.scheduler.sequence import Sequence
+
+_COLUMNS: tuple[tuple[str, type, tuple[int, ...]], ...] = (
+    ("seed", np.uint32, (2,)),
+    ("sample_id", np.int32, ()),
+    ("temperature", np.float32, ()),
+    ("top_k", np.int32, ()),
+    ("top_p", np.float32, ()),
+    ("min_p", np.float32, ()),
+    ("repetition_penalty", np.float32, ()),
+    ("frequency_penalty", np.float32, ()),
+    ("presence_penalty", np.float32, ()),
+    ("want_logprobs", np.int32, ()),
+)
+
+
+class RowTable:
+    """Per-slot columns and page tables of R rows.
+
+    pages     [G, R, M] int32   page ids by page index, 0 where there is none
+    columns   by field name, [R, ...]
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        rows = config.max_num_seqs
+        max_pages = -(-config.max_model_len // config.page_size)
+        self.pages = np.zeros((len(config.num_pages), rows, max_pages), np.int32)
+        self.columns = {name: np.zeros((rows, *dims), kind) for name, kind, dims in _COLUMNS}
+        self._free = list(range(rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no sequence has."""
+        return len(self._free)
+
+    def take(self, sequence: Sequence) -> None:
+        """Give a sequence a slot and write its sampling parameters there."""
+        slot = self._free.pop()
+        sequence.slot = slot
+        sampling, columns = sequence.request.sampling, self.columns
+        seed = (sampling.seed or 0) & (2**64 - 1)
+        columns["seed"][slot] = (seed & 0xFFFFFFFF, seed >> 32)
+        columns["sample_id"][slot] = sequence.sample_id
+        columns["top_k"][slot] = max(sampling.top_k, 0)
+        columns["want_logprobs"][slot] = sampling.logprobs is not None
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            columns[name][slot] = getattr(sampling, name)
+        for group, pages in enumerate(sequence.pages):
+            self.pages[group, slot] = 0
+            self.pages[group, slot, : len(pages)] = pages
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence."""
+        assert sequence.slot is not None
+        self._free.append(sequence.slot)
+        sequence.slot = None
