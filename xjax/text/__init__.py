@@ -1,0 +1,1 @@
+"""Text and token ids: vocabularies, chat templates, prompts in, answers out. Knows no engine."""
