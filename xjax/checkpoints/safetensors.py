@@ -43,8 +43,11 @@ class SafetensorsFolder(NamedTuple):
     files: tuple[Path, ...]
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_counts(values: Any, limit: int) -> bool:
+    """Whether this is a list of at most `limit` whole numbers, none negative."""
+    if not isinstance(values, list) or len(values) > limit:  # type: ignore[arg-type]
+        return False
+    return all(type(value) is int and value >= 0 for value in values)  # type: ignore[misc]
 
 
 def _read_header(mapped: MappedFile) -> tuple[dict[str, Any], int]:
@@ -64,16 +67,16 @@ def _view(mapped: MappedFile, name: str, entry: Any, data_start: int) -> TensorV
     where = f"{mapped.path}: tensor {name!r}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise LoadError(f"{where}: the header entry lacks dtype, shape or data_offsets")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[index]
+    fields: dict[str, Any] = entry  # type: ignore[assignment]
+    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(kind, str) or kind not in TENSOR_TYPES:
         raise LoadError(f"{where}: type {kind!r} cannot be read")
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(_is_count, shape)):  # type: ignore[arg-type]
+    if not _is_counts(shape, _MAX_DIMS):
         raise LoadError(f"{where}: {json.dumps(shape)[:80]} is not a shape")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):  # type: ignore[arg-type]
+    if not _is_counts(offsets, 2) or len(offsets) != 2:
         raise LoadError(f"{where}: {json.dumps(offsets)[:80]} is not a pair of offsets")
-    start: int = offsets[0]
-    end: int = offsets[1]
-    dims: tuple[int, ...] = tuple(shape)  # type: ignore[arg-type]
+    start, end = offsets
+    dims: tuple[int, ...] = tuple(shape)
     dtype = TENSOR_TYPES[kind]
     if end - start != num_bytes(dtype, dims):
         raise LoadError(

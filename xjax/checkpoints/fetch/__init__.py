@@ -1,0 +1,1 @@
+"""Bring model files here: what a name means, and bounded attempts to download it."""

@@ -1,0 +1,52 @@
+"""A small program around huggingface_hub, run as a process of its own.
+
+So a download that hangs can be killed, and the slow import is paid only when it is needed.
+Arguments and the answer are JSON; an uncaught error's last line is the reason shown.
+Imports nothing of xjax: it is started by its path.
+
+    client.py list      {"repo", "revision"}            -> {"commit", "files": {name: bytes}}
+    client.py download  {"repo", "revision", "files"}   -> {"folder"}
+    client.py local     {"repo", "revision"}            -> {"folder", "files": {name: bytes}}
+    client.py cache     {}                              -> {"cache"}
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# pyright: reportUnknownVariableType=false
+# Some of the library's own annotations are incomplete.
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+
+
+def _list(repo: str, revision: str | None) -> dict[str, Any]:
+    info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=10)
+    files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    return {"commit": info.sha, "files": files}
+
+
+def _download(repo: str, revision: str, files: list[str]) -> dict[str, Any]:
+    folder = None
+    for file in files:
+        path = Path(hf_hub_download(repo, file, revision=revision))
+        folder = folder or path.parents[file.count("/")]
+    return {"folder": str(folder)}
+
+
+def _local(repo: str, revision: str | None) -> dict[str, Any]:
+    folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    return {"folder": str(folder), "files": files}
+
+
+def _cache() -> dict[str, Any]:
+    return {"cache": constants.HF_HUB_CACHE}
+
+
+_COMMANDS = {"list": _list, "download": _download, "local": _local, "cache": _cache}
+
+if __name__ == "__main__":
+    answer = _COMMANDS[sys.argv[1]](**json.loads(sys.argv[2]))
+    sys.stdout.write(json.dumps(answer))
