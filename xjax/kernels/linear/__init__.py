@@ -1,0 +1,48 @@
+"""Matrix products with weights: the contracts that every backend fulfils.
+
+    linear(x, w)                                  weights as floating-point numbers
+    linear_quantized(x, codes, scales, minimum)   weights as integer codes
+
+    x        [N, In]        model dtype
+    w        [Out, In]      floating point
+    codes    [Out, In]      int8
+    scales   [Out, In / g]  float; one for each run of g inputs, g = In for one a channel
+    minimum  [Out, In / g]  float, added after scaling, or None
+    returns  [N, Out]       dtype of x, accumulated in float32
+
+Weights lie [Out, In]: a row of results is a run of memory, which one-row products read at the
+memory's rate. The array type that hides the difference from models is `state.quantized`.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from xjax.kernels.linear import xla
+
+_LINEAR: dict[str, Callable[..., jax.Array]] = {"xla": xla.linear}
+_QUANTIZED: dict[str, Callable[..., jax.Array]] = {"xla": xla.linear_quantized}
+
+
+def linear(x: jax.Array, w: jax.Array, *, backend: str = "xla") -> jax.Array:
+    """Multiply rows by the transposed weights.
+
+    x        [N, In]    model dtype
+    w        [Out, In]  floating point
+    returns  [N, Out]   dtype of x
+    """
+    return _LINEAR[backend](x, w)
+
+
+def linear_quantized(
+    x: jax.Array, codes: jax.Array, scales: jax.Array, minimum: jax.Array | None, *, backend: str = "xla"
+) -> jax.Array:
+    """Multiply rows by transposed weights w = codes * scales + minimum.
+
+    x        [N, In]        model dtype
+    codes    [Out, In]      int8
+    scales   [Out, In / g]  floating point
+    minimum  [Out, In / g]  floating point, or None
+    returns  [N, Out]       dtype of x
+    """
+    return _QUANTIZED[backend](x, codes, scales, minimum)

@@ -1,0 +1,32 @@
+"""Writing keys and values into pages: the contract that every backend fulfils.
+
+    write(k_pages, v_pages, k, v, target, backend=...)
+
+    k_pages, v_pages  [P, K, S, D]  cache dtype, updated in place where the caller donates them
+    k, v              [N, K, D]     rounded to the cache dtype
+    target            [N]           int32, page * S + offset; padding names page 0
+
+Which page belongs to whom is the caller's business. Only page 0 may be named twice; which of its
+writers wins is open.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from xjax.kernels.pages import xla
+
+_BACKENDS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": xla.write}
+
+
+def write(
+    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, target: jax.Array, *, backend: str = "xla"
+) -> tuple[jax.Array, jax.Array]:
+    """Put each token's key and value where `target` says.
+
+    k_pages, v_pages  [P, K, S, D]  cache dtype
+    k, v              [N, K, D]     model dtype
+    target            [N]           int32, page * S + offset
+    returns           two arrays [P, K, S, D]
+    """
+    return _BACKENDS[backend](k_pages, v_pages, k, v, target)

@@ -1,0 +1,75 @@
+"""Reading a model's settings out of config.json or GGUF metadata, with errors that name the key."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from xjax.errors import LoadError
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+
+
+class Settings:
+    """A mapping of settings from a named source; what is missing or of a wrong kind is a LoadError.
+
+    source   how the source is called in errors, "config.json" or "GGUF metadata"
+    prefix   put in front of every key, e.g. "llama."
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
+        self.values, self.source, self.prefix = values, source, prefix
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        """Read a whole number of at least `low`."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise LoadError(f"{self.source}: {self.prefix}{key} must be an integer of at least {low}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Read a positive number."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise LoadError(f"{self.source}: {self.prefix}{key} must be a number above 0, not {value!r}")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        """Read a positive number, or None where there is none."""
+        return None if self.values.get(self.prefix + key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Read true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise LoadError(f"{self.source}: {self.prefix}{key} must be true or false, not {value!r}")
+        return value
+
+    def table(self, key: str) -> Mapping[str, Any] | None:
+        """Read a nested mapping, or None where there is none."""
+        value = self.values.get(self.prefix + key)
+        if value is not None and not isinstance(value, Mapping):
+            raise LoadError(f"{self.source}: {self.prefix}{key} must be an object, not {value!r}")
+        return value
+
+    def activation(self, *keys: str, default: str) -> str:
+        """Read the feed-forward activation from the first key that is there."""
+        name = next((self.values[key] for key in keys if self.values.get(key) is not None), default)
+        if name not in _ACTIVATIONS:
+            known = ", ".join(sorted(_ACTIVATIONS))
+            raise LoadError(f"{self.source}: activation {name!r} is not supported; known: {known}")
+        return _ACTIVATIONS[name]
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(self.prefix + key)
+        if value is not None:
+            return value
+        if default is None:
+            raise LoadError(f"{self.source}: {self.prefix}{key} is missing")
+        return default
+
+
+def check_heads(source: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Refuse head counts that no attention can have."""
+    if num_heads % num_kv_heads:
+        raise LoadError(f"{source}: {num_heads} heads cannot share {num_kv_heads} kv heads evenly")
+    if head_dim % 2:
+        raise LoadError(f"{source}: head_dim must be even for rotary embedding, not {head_dim}")
