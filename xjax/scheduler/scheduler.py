@@ -49,19 +49,10 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError or CapacityError; then nothing has changed."""
-        num_prompt = len(request.prompt_ids)
+        self.validate(request)
         if request.request_id in self._groups:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if num_prompt == 0:
-            raise RequestError("the prompt is empty; give at least one token", code="empty_prompt", param="prompt")
-        if num_prompt >= self.longest:
-            why = "the context" if self.longest == self.config.max_model_len else "the page pool (--num-pages)"
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; {why} holds {self.longest}, one of them for the answer",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-        sampling = request.sampling
+        num_prompt, sampling = len(request.prompt_ids), request.sampling
         queue = self.config.max_queue
         if queue is not None and len(self._waiting) + sampling.n > queue:
             raise CapacityError(f"the queue is full ({queue} waiting); try again later")
@@ -79,6 +70,24 @@ class Scheduler:
         self._groups[request.request_id] = SampleGroup(
             request, sequences, page_size=self.config.page_size, can_share=not self.config.has_recurrent
         )
+
+    def validate(self, request: Request) -> None:
+        """Raise RequestError for a prompt that can never run here; reads fixed values only, so any thread may call."""
+        num_prompt = len(request.prompt_ids)
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty; give at least one token", code="empty_prompt", param="prompt")
+        if num_prompt >= self.longest:
+            why = "the context" if self.longest == self.config.max_model_len else "the page pool (--num-pages)"
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; {why} holds {self.longest}, one of them for the answer",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the waiting line."""
+        return len(self._waiting)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End every sample of a request, whatever it is doing."""
