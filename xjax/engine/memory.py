@@ -1,0 +1,188 @@
+"""How memory is divided: a pure plan from numbers, and the readers of those numbers.
+
+    budget = share of what is available
+    weights + activations + programs + state must fit into it
+    pages  = what is left x kv_fraction, or what max_model_len x max_num_seqs needs if that is less
+
+Knows the cache spec and sizes; never a model's name.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from xjax.config import CacheSpec, PagedLayer, page_groups
+from xjax.errors import LoadError
+
+HOST_SHARE = 0.85  # of the host's available memory, when the device is the CPU
+DEVICE_SHARE = 0.92  # of an accelerator's memory limit
+PROGRAM_BYTES = 60 << 20  # one compiled program on the CPU
+RUNTIME_BYTES = 400 << 20  # libraries and the first program
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the bytes go.
+
+    num_pages        pages by group, the trash page included
+    page_bytes       bytes of one page in all layers of its group
+    longest          tokens of the longest single request that fits
+    total_tokens     tokens that all pages of the group that fills up first hold
+    """
+
+    available: int
+    weights: int
+    activations: int
+    programs: int
+    recurrent: int
+    num_pages: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    page_size: int
+    longest: int
+    total_tokens: int
+
+    @property
+    def pages_total(self) -> int:
+        """Bytes of all pages."""
+        return sum(count * size for count, size in zip(self.num_pages, self.page_bytes, strict=True))
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows of the start-up table."""
+        pages = " + ".join(str(count - 1) for count in self.num_pages)
+        return [
+            ("available", _mb(self.available)),
+            ("weights", _mb(self.weights)),
+            ("activations", _mb(self.activations)),
+            ("programs", _mb(self.programs)),
+            ("pages", f"{_mb(self.pages_total)} ({pages} of {self.page_size} tokens)"),
+            ("recurrent state", _mb(self.recurrent)),
+            ("tokens that fit", str(self.total_tokens)),
+            ("longest request", f"{self.longest} tokens"),
+        ]
+
+
+def plan_memory(
+    spec: CacheSpec,
+    *,
+    available: int,
+    weights: int,
+    activations: int,
+    num_programs: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    page_size: int,
+    chunk: int,
+    kv_itemsize: int,
+    kv_fraction: float,
+    num_pages: int | None = None,
+    recurrent: int = 0,
+) -> MemoryPlan:
+    """Divide `available` bytes. `num_pages` overrides the pages of the largest group.
+
+    Raises LoadError with the numbers when a single page does not fit.
+    """
+    groups = page_groups(spec)
+    page_bytes = tuple(_page_bytes(spec, group.layer_ids, page_size, kv_itemsize) for group in groups)
+    need = tuple(_pages_of_sequence(group.window, max_model_len, page_size, chunk) for group in groups)
+    programs = RUNTIME_BYTES + num_programs * PROGRAM_BYTES
+    left = available - weights - activations - programs - recurrent
+    sequence_bytes = sum(count * size for count, size in zip(need, page_bytes, strict=True))
+    if num_pages is not None:
+        scale = (num_pages - 1) / max(need, default=1)
+    elif sequence_bytes:
+        scale = min(max(left, 0) * kv_fraction / sequence_bytes, max_num_seqs)
+    else:
+        scale = 0.0
+    pages = tuple(max(int(count * scale), 1 if num_pages is not None else 0) + 1 for count in need)
+    if groups and (min(pages) < 2 or _bytes(pages, page_bytes) > left):
+        raise LoadError(
+            f"memory: {_mb(available)} available, but weights take {_mb(weights)}, activations "
+            f"{_mb(activations)}, programs {_mb(programs)}, recurrent state {_mb(recurrent)}, and "
+            f"{'--num-pages asks for' if num_pages else 'a page needs'} "
+            f"{_mb(_bytes(pages, page_bytes))}; free memory, lower --num-pages or --max-num-seqs, "
+            "or take a smaller model"
+        )
+    longest = max_model_len
+    tokens = max_model_len * max_num_seqs
+    for group, count, most in zip(groups, pages, need, strict=True):
+        if most > count - 1:
+            longest = min(longest, (count - 1) * page_size)
+        if group.window is None:
+            tokens = min(tokens, (count - 1) * page_size)
+    return MemoryPlan(
+        available=available,
+        weights=weights,
+        activations=activations,
+        programs=programs,
+        recurrent=recurrent,
+        num_pages=pages,
+        page_bytes=page_bytes,
+        page_size=page_size,
+        longest=longest,
+        total_tokens=tokens,
+    )
+
+
+def _bytes(pages: tuple[int, ...], page_bytes: tuple[int, ...]) -> int:
+    return sum(count * size for count, size in zip(pages, page_bytes, strict=True))
+
+
+def _page_bytes(spec: CacheSpec, layer_ids: tuple[int, ...], page_size: int, itemsize: int) -> int:
+    total = 0
+    for layer_id in layer_ids:
+        layer = spec[layer_id]
+        assert isinstance(layer, PagedLayer)
+        total += 2 * layer.num_kv_heads * layer.head_dim * page_size * itemsize
+    return total
+
+
+def _pages_of_sequence(window: int | None, length: int, page_size: int, chunk: int) -> int:
+    pages = -(-length // page_size)
+    return pages if window is None else min(pages, -(-(window + chunk) // page_size) + 1)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def available_bytes(device: jax.Device) -> int:
+    """Bytes that the engine may plan with on a device: a stated share of what is free there."""
+    if device.platform == "cpu":
+        return int(HOST_SHARE * host_available())
+    stats = device.memory_stats() or {}
+    limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
+    if limit is None:
+        raise LoadError(f"device {device} does not report its memory; give --num-pages")
+    return int(DEVICE_SHARE * (limit - used))
+
+
+def host_available(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: the machine's free memory and its container's limit."""
+    available = _meminfo(root / "proc/meminfo")
+    for limit, usage in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        most, used = _number(root / limit), _number(root / usage)
+        if most is not None and used is not None:
+            available = min(available, max(most - used, 0))
+    return available
+
+
+def _meminfo(path: Path) -> int:
+    try:
+        text = path.read_text()
+    except OSError:
+        return 8 << 30  # not Linux: a modest guess that --num-pages overrides
+    for line in text.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 8 << 30
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None  # no limit: the file says "max" or is not there

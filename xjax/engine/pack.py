@@ -1,0 +1,159 @@
+"""From a scheduler's plan to the packed vector, and from the step's output back.
+
+The only place that knows both the plan and the packed layout. numpy alone.
+"""
+
+import numpy as np
+
+from xjax.config import SchedulerConfig
+from xjax.engine.step import output_fields
+from xjax.scheduler import Plan, StepResult
+from xjax.state.batch import BatchShape, Packed
+from xjax.state.recurrent import zero_slot
+
+__all__ = ["pack", "shape_of", "shapes_of", "unpack_result"]
+
+
+def shape_of(plan: Plan, config: SchedulerConfig) -> BatchShape:
+    """The shape that a plan asks for."""
+    shapes = config.shapes
+    if plan.prefill is None:
+        return _shape(config, plan.num_rows, None, full=plan.full)
+    return _shape(config, plan.num_rows, shapes.prefill.index(plan.prefill), full=plan.full)
+
+
+def shapes_of(config: SchedulerConfig) -> list[BatchShape]:
+    """Every shape that a scheduler of this configuration can ask for, the first needed first."""
+    shapes = config.shapes
+    found = []
+    for full in (False, True):
+        found += [_shape(config, shapes.decode_rows[-1], i, full=full) for i in range(len(shapes.prefill))]
+        found += [_shape(config, rows, None, full=full) for rows in shapes.decode_rows]
+    return found
+
+
+def _shape(config: SchedulerConfig, rows: int, prefill_id: int | None, *, full: bool) -> BatchShape:
+    shapes = config.shapes
+    tokens, tile = shapes.prefill[prefill_id] if prefill_id is not None else (0, 1)
+    scored = shapes.num_scored[prefill_id] if prefill_id is not None and full else 0
+    # A lone sequence never decodes beside a prefill, so its mixed steps have no decode region.
+    decode = 0 if prefill_id is not None and config.max_num_seqs == 1 else rows
+    return BatchShape(
+        num_rows=rows,
+        num_decode=decode,
+        num_prefill=tokens,
+        tile=tile,
+        num_groups=len(config.num_pages),
+        max_pages=-(-config.max_model_len // config.page_size),
+        num_sampled=rows + scored,
+        trash_row=config.max_num_seqs,
+        full=full,
+        num_pairs=shapes.num_pairs if full else 0,
+        has_recurrent=config.has_recurrent,
+    )
+
+
+def pack(plan: Plan, shape: BatchShape, *, page_size: int) -> np.ndarray:
+    """Fill the vector of a shape, which may be larger than the plan's own.
+
+    returns  [packed_length(shape)] int32, fresh
+    """
+    packed = Packed(shape)
+    rows = len(plan.sequences)
+    packed.slot[:rows] = plan.slots
+    packed.table[:, :rows] = plan.tables
+    _pack_decodes(packed, plan, page_size)
+    _pack_chunks(packed, plan, page_size)
+    _pack_sampled(packed, plan)
+    if shape.has_recurrent and plan.recurrent_fresh is not None:
+        zero = zero_slot(shape.trash_row)
+        packed.recurrent_read[:rows] = np.where(plan.recurrent_fresh, zero, plan.slots)
+        packed.recurrent_write[:rows] = plan.slots
+    return packed.vector
+
+
+def _pack_decodes(packed: Packed, plan: Plan, page_size: int) -> None:
+    count = plan.num_decode
+    if not count:
+        return
+    positions = plan.positions
+    packed.token_id[:count] = plan.token_ids
+    packed.position[:count] = positions
+    packed.row_of[:count] = np.arange(count, dtype=np.int32)
+    pages = plan.tables[:, np.arange(count), positions // page_size]
+    packed.write[:, :count] = pages * page_size + positions % page_size
+    packed.query_start[:count] = np.arange(count, dtype=np.int32)
+    packed.query_length[:count] = 1
+    packed.kv_length[:count] = positions + 1
+    packed.sample_token[:count] = np.arange(count, dtype=np.int32)
+    packed.sample_position[:count] = positions + 1
+
+
+def _pack_chunks(packed: Packed, plan: Plan, page_size: int) -> None:
+    shape = packed.shape
+    at, place = shape.num_decode, shape.num_rows
+    for chunk in plan.chunks:
+        stop = at + chunk.length
+        positions = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int32)
+        packed.token_id[at:stop] = chunk.token_ids
+        packed.position[at:stop] = positions
+        tiles = -(-chunk.length // shape.tile)
+        packed.row_of[at : at + tiles * shape.tile] = chunk.row
+        pages = plan.tables[:, chunk.row][:, positions // page_size]
+        packed.write[:, at:stop] = pages * page_size + positions % page_size
+        packed.query_start[chunk.row] = at
+        packed.query_length[chunk.row] = chunk.length
+        packed.kv_length[chunk.row] = chunk.start + chunk.length
+        packed.sample_token[chunk.row] = stop - 1
+        packed.sample_position[chunk.row] = chunk.start + chunk.length
+        if chunk.num_scored:
+            end = place + chunk.num_scored
+            packed.sample_token[place:end] = np.arange(at, at + chunk.num_scored, dtype=np.int32)
+            packed.sample_position[place:end] = positions[: chunk.num_scored] + 1
+            packed.want_logprobs[place:end] = 1
+            place = end
+        at += tiles * shape.tile
+    if len(plan.scored_targets):
+        first = shape.num_rows
+        packed.target[first : first + len(plan.scored_targets)] = plan.scored_targets
+
+
+_PLAIN = ("seed", "sample_id", "temperature", "top_k", "top_p", "min_p")
+_FULL = ("repetition_penalty", "frequency_penalty", "presence_penalty", "want_logprobs")
+
+
+def _pack_sampled(packed: Packed, plan: Plan) -> None:
+    shape, rows = packed.shape, len(plan.sequences)
+    packed.sample_slot[:rows] = np.where(plan.samples, plan.slots, shape.trash_row)
+    for name in _PLAIN + (_FULL if shape.full else ()):
+        getattr(packed, name)[:rows] = plan.columns[name]
+    # A chunk that does not end its prompt needs no token: greedy costs the least.
+    packed.temperature[:rows] *= plan.samples
+    if not shape.full:
+        return
+    packed.pending[:rows] = plan.pending
+    at = 0
+    for pairs in plan.pairs:
+        end = at + len(pairs.ids)
+        packed.pair_row[at:end] = pairs.row
+        packed.pair_id[at:end] = pairs.ids
+        packed.pair_count[at:end] = pairs.counts
+        packed.pair_bias[at:end] = pairs.biases
+        at = end
+
+
+def unpack_result(output: np.ndarray, shape: BatchShape, plan: Plan, *, vocab_size: int) -> StepResult:
+    """Split what came back from the device; scored positions move to where the plan expects them.
+
+    output   [output length of shape] int32
+    """
+    fields = output_fields(shape, vocab_size)
+    values, at = {}, 0
+    for name, kind, dims in fields:
+        size = int(np.prod(dims))
+        values[name] = output[at : at + size].view(kind).reshape(dims)
+        at += size
+    if shape.num_rows != plan.num_rows:
+        keep = np.r_[0 : plan.num_rows, shape.num_rows : shape.num_sampled]
+        values = {name: value[keep] for name, value in values.items()}
+    return StepResult(**values)
