@@ -7,7 +7,7 @@ for its text model alone.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,8 +30,8 @@ HF_NAMES: Mapping[str, str] = {
     "feed_forward.post_norm": "post_feedforward_layernorm.weight",
 }
 GGUF_NAMES: Mapping[str, str] = {}
-HF_NORM_OFFSET = 1.0
-GGUF_PAIRED_ROPE = False
+HF_NORM_OFFSET: float = 1.0
+GGUF_PAIRED_ROPE: bool = False
 
 _LOCAL_THETA = 10000.0  # GGUF files do not hold it
 _WINDOW_PATTERN = 6  # every sixth layer sees everything
@@ -111,7 +111,9 @@ def _hf_ropes(get: Settings, head_dim: int) -> tuple[Rope, Rope]:
             rope_from_hf(both.table("full_attention"), dim=head_dim, theta=1e6),
             rope_from_hf(both.table("sliding_attention"), dim=head_dim, theta=_LOCAL_THETA),
         )
-    rope = rope_from_hf(nested or get.table("rope_scaling"), dim=head_dim, theta=get.number("rope_theta", 1e6))
+    rope = rope_from_hf(
+        nested or get.table("rope_scaling"), dim=head_dim, theta=get.number("rope_theta", 1e6)
+    )
     return rope, Rope(head_dim, get.number("rope_local_base_freq", _LOCAL_THETA))
 
 
@@ -120,7 +122,8 @@ def _hf_windows(get: Settings, num_layers: int) -> tuple[int | None, ...]:
     if kinds is None:
         return _windows(num_layers, window, get.integer("sliding_window_pattern", _WINDOW_PATTERN))
     if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise LoadError(f"config.json: layer_types must name sliding_attention or full_attention {num_layers} times")
+        kinds_text = "sliding_attention or full_attention"
+        raise LoadError(f"config.json: layer_types must name {kinds_text} {num_layers} times")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -180,7 +183,8 @@ def specs(config: Config) -> Params:
         _layer_config(config, None), config.embed_dim, config.ffn_dim,
         qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=True, post_norms=True,
     )  # fmt: skip
-    return layers.decoder_specs((layer,) * config.num_layers, config.vocab_size, config.embed_dim, tied=config.tied)
+    all_layers = (layer,) * config.num_layers
+    return layers.decoder_specs(all_layers, config.vocab_size, config.embed_dim, tied=config.tied)
 
 
 def abstract(config: Config, dtype: jnp.dtype) -> Params:
@@ -194,7 +198,10 @@ def shardings(config: Config, mesh: Mesh) -> Params:
 
 
 def init(key: jax.Array, config: Config, dtype: jnp.dtype) -> Params:
-    """Draw random parameters."""
+    """Draw random parameters.
+
+    key   []   a jax.random key
+    """
     return init_params(key, specs(config), dtype)
 
 
@@ -220,14 +227,17 @@ def forward(params: Params, config: Config, state: EngineState, batch: Batch, *,
     x = layers.embed_tokens(params.embed, batch, config.embed_scale)
     groups = page_groups(cache_spec(config))
     paging = {group.window: layers.paging_of(batch, g) for g, group in enumerate(groups)}
-    rope, local_rope = angles(config.rope, batch.rope_position), angles(config.local_rope, batch.rope_position)
+    rope, local_rope = (
+        angles(config.rope, batch.rope_position),
+        angles(config.local_rope, batch.rope_position),
+    )
     kv, outputs = [], []
     for layer, pages, window in zip(params.layers, state.kv, config.windows, strict=True):
         turn, layer_config = rope if window is None else local_rope, _layer_config(config, window)
         x, pages = layers.decoder_layer(layer, pages, x, paging[window], turn, config=layer_config)
         kv.append(pages)
         outputs.append(x)
-    hidden, state = layers.rms_norm(x, params.norm, config.norm_eps), state.replace(kv=tuple(kv))
+    hidden, state = layers.rms_norm(x, params.norm, config.norm_eps), replace(state, kv=tuple(kv))
     return (hidden, state, tuple(outputs)) if trace else (hidden, state)
 
 

@@ -10,6 +10,7 @@ in float32. Nothing here knows a checkpoint's names or a family's quirks.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +114,9 @@ class LayerConfig:
 class Paging:
     """Where the tokens of a step read and write in one page group.
 
-    write     [N] int32      table     [B, M] int32
-    row_of    [N] int32      position  [N] int32
+    write              [N]     int32
+    table              [B, M]  int32
+    row_of, position   [N]     int32
     """
 
     write: jax.Array
@@ -170,10 +172,9 @@ def attention_half(
 ) -> tuple[jax.Array, LayerKV]:
     """Let each token attend to its sequence, itself included, and add what it found.
 
-    x        [N, E]             model dtype
-    kv       pages of the layer, updated in place under donation
-    rope     two [N, D / 2]     float32, cosine and sine
-    returns  [N, E] and the pages
+    x        [N, E]         model dtype
+    rope     [N, D / 2]     float32, cosine and sine
+    returns  [N, E] and the pages, which are updated in place under donation
     """
     num_kv, head_dim = config.num_kv_heads, config.head_dim
     group = config.num_heads // num_kv
@@ -195,7 +196,9 @@ def attention_half(
     return _add_residual(x, out, params.post_norm, config.norm_eps), kv
 
 
-def feed_forward_half(params: FeedForwardParams, x: jax.Array, *, config: LayerConfig, backend: str) -> jax.Array:
+def feed_forward_half(
+    params: FeedForwardParams, x: jax.Array, *, config: LayerConfig, backend: str
+) -> jax.Array:
     """Pass each token through the gated network and add the result.
 
     x        [N, E]   model dtype
@@ -221,8 +224,8 @@ def decoder_layer(
 ) -> tuple[jax.Array, LayerKV]:
     """Run both halves; a jit of its own so that equal layers are traced once.
 
-    x        [N, E]            model dtype
-    rope     two [N, D / 2]    float32
+    x        [N, E]        model dtype
+    rope     [N, D / 2]    float32, cosine and sine
     returns  [N, E] and the pages
     """
     x, kv = attention_half(params.attention, kv, x, paging, rope, config=config)
@@ -247,7 +250,9 @@ def embed_tokens(embed: Weight, batch: Batch, scale: float | None = None) -> jax
     return x
 
 
-def head_logits(params: Params, hidden: jax.Array, *, soft_cap: float | None = None, backend: str = "xla") -> jax.Array:
+def head_logits(
+    params: Params, hidden: jax.Array, *, soft_cap: float | None = None, backend: str = "xla"
+) -> jax.Array:
     """Score every word with the head, or with the embedding where that is tied to it.
 
     hidden   [J, E]   model dtype, as `forward` returns it
@@ -278,20 +283,20 @@ def layer_specs(
     return LayerParams(
         AttentionParams(
             norm=norm,
-            qkv=ParamSpec((fused, embed_dim), ("kv_heads", "embed"), units=kv_heads),
-            o=ParamSpec((embed_dim, heads * dim), ("embed", "kv_heads"), units=kv_heads),
-            qkv_bias=ParamSpec((fused,), ("kv_heads",), units=kv_heads, draw="zeros") if qkv_bias else None,
-            o_bias=ParamSpec((embed_dim,), ("embed",), draw="zeros") if o_bias else None,
+            qkv=_spec((fused, embed_dim), ("kv_heads", "embed"), units=kv_heads),
+            o=_spec((embed_dim, heads * dim), ("embed", "kv_heads"), units=kv_heads),
+            qkv_bias=_spec((fused,), ("kv_heads",), units=kv_heads, draw="zeros") if qkv_bias else None,
+            o_bias=_spec((embed_dim,), ("embed",), draw="zeros") if o_bias else None,
             q_norm=_factor(dim) if qk_norm else None,
             k_norm=_factor(dim) if qk_norm else None,
             post_norm=norm if post_norms else None,
         ),
         FeedForwardParams(
             norm=norm,
-            gate_up=ParamSpec((2 * ffn_dim, embed_dim), ("ffn", "embed"), units=ffn_dim),
-            down=ParamSpec((embed_dim, ffn_dim), ("embed", "ffn")),
-            gate_up_bias=ParamSpec((2 * ffn_dim,), ("ffn",), units=ffn_dim, draw="zeros") if mlp_bias else None,
-            down_bias=ParamSpec((embed_dim,), ("embed",), draw="zeros") if mlp_bias else None,
+            gate_up=_spec((2 * ffn_dim, embed_dim), ("ffn", "embed"), units=ffn_dim),
+            down=_spec((embed_dim, ffn_dim), ("embed", "ffn")),
+            gate_up_bias=_spec((2 * ffn_dim,), ("ffn",), units=ffn_dim, draw="zeros") if mlp_bias else None,
+            down_bias=_spec((embed_dim,), ("embed",), draw="zeros") if mlp_bias else None,
             post_norm=norm if post_norms else None,
         ),
     )
@@ -300,12 +305,17 @@ def layer_specs(
 def decoder_specs(layers: tuple[LayerParams, ...], vocab_size: int, embed_dim: int, *, tied: bool) -> Params:
     """Describe the parameters of a whole decoder with ParamSpecs."""
     return Params(
-        embed=ParamSpec((vocab_size, embed_dim), ("vocab", "embed"), draw="embedding"),
+        embed=_spec((vocab_size, embed_dim), ("vocab", "embed"), draw="embedding"),
         layers=layers,
         norm=_factor(embed_dim),
-        head=None if tied else ParamSpec((vocab_size, embed_dim), ("vocab", "embed")),
+        head=None if tied else _spec((vocab_size, embed_dim), ("vocab", "embed")),
     )
 
 
-def _factor(size: int) -> ParamSpec:
-    return ParamSpec((size,), (None,), draw="ones", dtype="float32")
+def _spec(*args: Any, **fields: Any) -> Any:
+    # Trees of specs have the type of the tree that they describe.
+    return ParamSpec(*args, **fields)
+
+
+def _factor(size: int) -> Any:
+    return _spec((size,), (None,), draw="ones", dtype="float32")

@@ -5,7 +5,7 @@ or llama3 scaling; biases and a head of its own are optional.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ from xjax.state.mesh import abstract_params, init_params, param_shardings
 
 HF_NAMES: Mapping[str, str] = {}  # how the checkpoint's names differ from weights.names
 GGUF_NAMES: Mapping[str, str] = {}
-HF_NORM_OFFSET = 0.0  # added to norm weights of a Hugging Face folder
-GGUF_PAIRED_ROPE = True  # q and k rows lie in neighbouring pairs in a GGUF
+HF_NORM_OFFSET: float = 0.0  # added to norm weights of a Hugging Face folder
+GGUF_PAIRED_ROPE: bool = True  # q and k rows lie in neighbouring pairs in a GGUF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
     """Read a config.json; raises LoadError naming the key that is missing or wrong."""
     get = Settings(values, "config.json")
     embed_dim, num_heads = get.integer("hidden_size"), get.integer("num_attention_heads")
-    num_kv_heads, head_dim = get.integer("num_key_value_heads", num_heads), get.integer("head_dim", embed_dim // num_heads)
+    num_kv_heads = get.integer("num_key_value_heads", num_heads)
+    head_dim = get.integer("head_dim", embed_dim // num_heads)
     check_heads("config.json", num_heads, num_kv_heads, head_dim)
     attention_bias = get.flag("attention_bias", False)
     scaling = get.table("rope_parameters") or get.table("rope_scaling")
@@ -83,7 +84,7 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
     num_kv_heads = get.integer("attention.head_count_kv", num_heads)
     head_dim = get.integer("attention.key_length", embed_dim // num_heads)
     if get.integer("expert_count", 0, low=0):
-        raise LoadError(f"GGUF metadata: llama.expert_count is {get.integer('expert_count')}; experts are not supported")
+        raise LoadError("GGUF metadata: llama.expert_count is not 0; experts are not supported")
     check_heads("GGUF metadata", num_heads, num_kv_heads, head_dim)
     if get.integer("rope.dimension_count", head_dim) != head_dim:
         raise LoadError(f"GGUF metadata: llama.rope.dimension_count must be the head size, {head_dim}")
@@ -117,7 +118,7 @@ def _gguf_rope(get: Settings, head_dim: int, tensors: Mapping[str, Any]) -> Rope
     if kind == "linear":
         return Rope(head_dim, theta, "linear", get.number("rope.scaling.factor"))
     if kind != "none":
-        raise LoadError(f"GGUF metadata: llama.rope.scaling.type {kind!r} is not supported; known: none, linear")
+        raise LoadError(f"GGUF metadata: rope scaling of type {kind!r} is not supported; known: none, linear")
     return Rope(head_dim, theta)
 
 
@@ -132,7 +133,8 @@ def specs(config: Config) -> Params:
         _layer_config(config), config.embed_dim, config.ffn_dim,
         qkv_bias=config.qkv_bias, o_bias=config.o_bias, mlp_bias=config.mlp_bias,
     )  # fmt: skip
-    return layers.decoder_specs((layer,) * config.num_layers, config.vocab_size, config.embed_dim, tied=config.tied)
+    all_layers = (layer,) * config.num_layers
+    return layers.decoder_specs(all_layers, config.vocab_size, config.embed_dim, tied=config.tied)
 
 
 def abstract(config: Config, dtype: jnp.dtype) -> Params:
@@ -146,7 +148,10 @@ def shardings(config: Config, mesh: Mesh) -> Params:
 
 
 def init(key: jax.Array, config: Config, dtype: jnp.dtype) -> Params:
-    """Draw random parameters."""
+    """Draw random parameters.
+
+    key   []   a jax.random key
+    """
     return init_params(key, specs(config), dtype)
 
 
@@ -174,7 +179,7 @@ def forward(params: Params, config: Config, state: EngineState, batch: Batch, *,
         x, pages = layers.decoder_layer(layer, pages, x, paging, rope, config=layer_config)
         kv.append(pages)
         outputs.append(x)
-    hidden, state = layers.rms_norm(x, params.norm, config.norm_eps), state.replace(kv=tuple(kv))
+    hidden, state = layers.rms_norm(x, params.norm, config.norm_eps), replace(state, kv=tuple(kv))
     return (hidden, state, tuple(outputs)) if trace else (hidden, state)
 
 

@@ -53,10 +53,12 @@ class Family(Protocol):
         ...
 
     def init(self, key: jax.Array, config: Any, dtype: jnp.dtype) -> Params:
-        """Draw random parameters."""
+        """Draw random parameters from a jax.random key."""
         ...
 
-    def forward(self, params: Params, config: Any, state: EngineState, batch: Batch, *, trace: bool = False) -> Any:
+    def forward(
+        self, params: Params, config: Any, state: EngineState, batch: Batch, *, trace: bool = False
+    ) -> Any:
         """Run a step: hidden [N, E] and the new state, with `trace` each layer's output too."""
         ...
 
@@ -100,7 +102,9 @@ def family_for(architecture: str) -> Family:
     raise LoadError(f"architecture {architecture!r} is not supported; known: {known}")
 
 
-def load_config(kind: str, architecture: str, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> tuple[Family, Any]:
+def load_config(
+    kind: str, architecture: str, config: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> tuple[Family, Any]:
     """Find the family of a checkpoint and read its Config.
 
     kind      "hf" or "gguf"

@@ -62,7 +62,8 @@ def rope_from_hf(settings: Mapping[str, Any] | None, *, dim: int, theta: float) 
             )  # fmt: skip
     except KeyError as error:
         raise LoadError(f"config.json: rope scaling of type {kind!r} lacks {error}") from error
-    raise LoadError(f"config.json: rope scaling of type {kind!r} is not supported; known: default, dynamic, linear, llama3")
+    known = "default, dynamic, linear, llama3"
+    raise LoadError(f"config.json: rope scaling of type {kind!r} is not supported; known: {known}")
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
@@ -85,7 +86,8 @@ def angles(rope: Rope, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     position  [N]                 int32
     returns   two [N, dim / 2]    float32
     """
-    angle = position.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(rope), jnp.float32)[None, :]
+    frequencies = jnp.asarray(inverse_frequencies(rope), jnp.float32)
+    angle = position.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angle), jnp.sin(angle)
 
 

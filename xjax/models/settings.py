@@ -22,7 +22,8 @@ class Settings:
         """Read a whole number of at least `low`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise LoadError(f"{self.source}: {self.prefix}{key} must be an integer of at least {low}, not {value!r}")
+            name = self.prefix + key
+            raise LoadError(f"{self.source}: {name} must be an integer of at least {low}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -37,7 +37,7 @@ class ParamSpec:
     dtype: str | None = None
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """Lay devices (default: all) in a line, the axis that tensors are split over."""
     found = list(devices) if devices is not None else jax.devices()
     return jax.make_mesh((len(found),), (TENSOR_AXIS,), devices=found)
@@ -63,7 +63,10 @@ def param_shardings(specs: Any, mesh: Mesh) -> Any:
 
 
 def init_params(key: jax.Array, specs: Any, dtype: jnp.dtype) -> Any:
-    """Draw random values for a tree of ParamSpecs, each array from a key of its own."""
+    """Draw random values for a tree of ParamSpecs, each array from a key of its own.
+
+    key   []   a jax.random key
+    """
     leaves, tree = jax.tree.flatten(specs)
 
     def draw(spec: ParamSpec, key: jax.Array) -> jax.Array:

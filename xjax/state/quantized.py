@@ -59,8 +59,12 @@ def quantize(w: jax.Array, kind: str = "int8_32", *, symmetric: bool = True) -> 
     return QuantizedArray(codes.reshape(num_out, num_in), scales, minimum, kind, (num_out, num_in))
 
 
-def to_float(w: Weight, dtype: jnp.dtype = jnp.dtype("float32")) -> jax.Array:
-    """Return a weight as numbers, [Out, In] of `dtype`."""
+def to_float(w: Weight, dtype: jnp.dtype) -> jax.Array:
+    """Return a weight as numbers.
+
+    w        [Out, In]  array or QuantizedArray
+    returns  [Out, In]  of `dtype`
+    """
     if isinstance(w, QuantizedArray):
         return dequantize(w.codes, w.scales, w.minimum, dtype)
     return w.astype(dtype)

@@ -102,7 +102,8 @@ class _Reader:
         shapes, fuse = self._recipe(field, spec)
         for view, shape in zip(views, shapes, strict=True):
             if view.shape != shape:
-                raise LoadError(f"{view.file}: tensor {view.name} must have shape {shape}, found {view.shape}")
+                expected = f"must have shape {shape}, found {view.shape}"
+                raise LoadError(f"{view.file}: tensor {view.name} {expected}")
         return _Plan(spec, views, fuse)
 
     def _find(self, name: str) -> TensorView:
@@ -122,7 +123,7 @@ class _Reader:
         if field in ("feed_forward.gate_up", "feed_forward.gate_up_bias"):
             return [(spec.shape[0] // 2, *rest)] * 2, _stack
         offset = 0.0 if self.is_gguf or not field.endswith("norm") else self.family.HF_NORM_OFFSET
-        return [spec.shape], lambda out, parts: np.add(parts[0], offset, out=out, casting="unsafe") if offset else _stack(out, parts)
+        return [spec.shape], _stack if not offset else lambda out, parts: _shift(out, parts, offset)
 
     def check_all_used(self, *, tied: bool) -> None:
         """Refuse a checkpoint that holds tensors the model has no place for."""
@@ -131,10 +132,14 @@ class _Reader:
         if left:
             view = self.views[left[0]]
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise LoadError(f"{view.file}: tensor {view.name}{more} is not part of this model; its config must be another's")
+            raise LoadError(
+                f"{view.file}: tensor {view.name}{more} has no place in the model its config describes"
+            )
 
 
-def fuse_qkv(out: np.ndarray, parts: list[np.ndarray], num_kv_heads: int, head_dim: int, is_paired: bool) -> None:
+def fuse_qkv(
+    out: np.ndarray, parts: list[np.ndarray], num_kv_heads: int, head_dim: int, is_paired: bool
+) -> None:
     """Lay q, k and v by kv head: for each its query heads, its key, its value.
 
     out     [K * (H / K + 2) * D, ...]   written
@@ -147,12 +152,13 @@ def fuse_qkv(out: np.ndarray, parts: list[np.ndarray], num_kv_heads: int, head_d
     fused = out.reshape(num_kv_heads, -1, head_dim, *rest)
     group = fused.shape[1] - 2
     q, k, v = (part.reshape(num_kv_heads, -1, head_dim, *rest) for part in parts)
-    for target, source, is_rotated in ((fused[:, :group], q, True), (fused[:, group:-1], k, True), (fused[:, -1:], v, False)):
-        if is_paired and is_rotated:
-            half = head_dim // 2
+    half = head_dim // 2
+    for target, source in ((fused[:, :group], q), (fused[:, group:-1], k)):
+        if is_paired:
             target[:, :, :half], target[:, :, half:] = source[:, :, 0::2], source[:, :, 1::2]
         else:
             target[...] = source
+    fused[:, -1:] = v
 
 
 def _stack(out: np.ndarray, parts: list[np.ndarray]) -> None:
@@ -160,6 +166,10 @@ def _stack(out: np.ndarray, parts: list[np.ndarray]) -> None:
     for part in parts:
         out[start : start + len(part)] = part
         start += len(part)
+
+
+def _shift(out: np.ndarray, parts: list[np.ndarray], offset: float) -> None:
+    out[...] = parts[0] + np.float32(offset)
 
 
 def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:

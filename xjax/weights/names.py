@@ -84,4 +84,5 @@ def text_name(name: str) -> str | None:
 
 def unexplained(names: Iterable[str], used: set[str], head: tuple[str, ...]) -> list[str]:
     """Tensors that nothing was made of, redundant ones and a tied head's copy left out."""
-    return sorted(name for name in names if name not in used and name not in head and not _REDUNDANT.search(name))
+    known = used.union(head)
+    return sorted(name for name in names if name not in known and not _REDUNDANT.search(name))

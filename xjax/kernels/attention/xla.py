@@ -52,7 +52,8 @@ def attend(
     position  [N]            int32, -1 for padding
     returns   [N, H, D]      dtype of q
     """
-    return _attend(q, k, v, table, row_of, position, _Static(num_decode, tile, scale, window, soft_cap))
+    static = _Static(num_decode, tile, scale, window, soft_cap)
+    return _attend(q, k, v, table, row_of, position, static)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -100,6 +101,12 @@ def _first_page(position, page_size, window):
     if window is None:
         return jnp.zeros_like(position)
     return jnp.maximum(position - window + 1, 0) // page_size
+
+
+def _positions(page, page_size):
+    """Positions that pages hold: page index [..., n] -> [..., n * S]."""
+    inside = jnp.arange(page_size, dtype=jnp.int32).reshape((1,) * page.ndim + (page_size,))
+    return (page[..., None] * page_size + inside).reshape(*page.shape[:-1], -1)
 
 
 def _gather(pages, ids):
@@ -154,7 +161,7 @@ def _decode_blocks(q, k, v, table, position, static):
     def block(i, carry):
         page = first[:, None] + i * width + jnp.arange(width, dtype=jnp.int32)[None, :]
         ids = jnp.take_along_axis(table, page, axis=1, mode="clip")
-        at = (page[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, :]).reshape(num_rows, -1)
+        at = _positions(page, page_size)
         seen = _visible(at, position[:, None], static.window)
         scores = _cap(jnp.einsum("bkgd,bktd->bkgt", q, _gather(k, ids)), static.soft_cap)
         values = jnp.where(seen[:, None, :, None], _gather(v, ids), 0.0)
@@ -167,7 +174,8 @@ def _decode_blocks(q, k, v, table, position, static):
 def _fold(q, num_kv):
     """Fold query heads into rows: [T, H, D] -> [K, G * T, D]."""
     tile, num_heads, head_dim = q.shape
-    return q.reshape(tile, num_kv, num_heads // num_kv, head_dim).transpose(1, 2, 0, 3).reshape(num_kv, -1, head_dim)
+    grouped = q.reshape(tile, num_kv, num_heads // num_kv, head_dim)
+    return grouped.transpose(1, 2, 0, 3).reshape(num_kv, -1, head_dim)
 
 
 def _unfold(out, tile):
@@ -203,7 +211,7 @@ def _tile_blocks(q, k, v, table, position, static):
         def block(i, carry):
             page = first + i * width + jnp.arange(width, dtype=jnp.int32)
             ids = jnp.take(table, page, mode="clip")
-            at = (page[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, :]).reshape(-1)
+            at = _positions(page, page_size)
             scores = _cap(jnp.einsum("krd,ktd->krt", folded, _gather(k, ids)), static.soft_cap)
             values = jnp.where(_span(at, position, static.window)[None, :, None], _gather(v, ids), 0.0)
             return _online(carry, scores, _visible(at[None, :], rows, static.window)[None], values)

@@ -1,10 +1,10 @@
 """From hidden states to logits: the contract that every backend fulfils.
 
-    logits(h, w, soft_cap=...)
+logits(h, w, soft_cap=...)
 
-    h        [J, E]  model dtype, after the final norm
-    w        [V, E]  floating point
-    returns  [J, V]  float32; with a soft cap c, c * tanh(logit / c)
+h        [J, E]  model dtype, after the final norm
+w        [V, E]  floating point
+returns  [J, V]  float32; with a soft cap c, c * tanh(logit / c)
 """
 
 from collections.abc import Callable

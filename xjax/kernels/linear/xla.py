@@ -31,7 +31,9 @@ def dequantize(codes: jax.Array, scales: jax.Array, minimum: jax.Array | None, d
     return values.reshape(num_out, num_in).astype(dtype)
 
 
-def linear_quantized(x: jax.Array, codes: jax.Array, scales: jax.Array, minimum: jax.Array | None) -> jax.Array:
+def linear_quantized(
+    x: jax.Array, codes: jax.Array, scales: jax.Array, minimum: jax.Array | None
+) -> jax.Array:
     """Multiply rows by transposed weights w = codes * scales + minimum.
 
     x        [N, In]        model dtype

@@ -20,7 +20,13 @@ _BACKENDS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": xla.w
 
 
 def write(
-    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, target: jax.Array, *, backend: str = "xla"
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    target: jax.Array,
+    *,
+    backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """Put each token's key and value where `target` says.
 
