@@ -18,6 +18,13 @@ from typing import Any
 # pyright: reportUnknownVariableType=false
 # Some of the library's own annotations are incomplete.
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 
 def _list(repo: str, revision: str | None) -> dict[str, Any]:
@@ -47,6 +54,22 @@ def _cache() -> dict[str, Any]:
 
 _COMMANDS = {"list": _list, "download": _download, "local": _local, "cache": _cache}
 
+# The most usual reasons, in words; the order matters, a gated repository is a kind of missing one.
+_REASONS: dict[type[Exception], str] = {
+    GatedRepoError: "its terms must be accepted on its page, and HF_TOKEN set",
+    RepositoryNotFoundError: "there is no such repository, or HF_TOKEN must be set to see it",
+    RevisionNotFoundError: "the repository has no such revision",
+    LocalEntryNotFoundError: "it is not there, and the hub cannot be reached",
+    OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids it",
+}
+
+
+def _main() -> str:
+    try:
+        return json.dumps(_COMMANDS[sys.argv[1]](**json.loads(sys.argv[2])))
+    except tuple(_REASONS) as error:
+        sys.exit(next(text for kind, text in _REASONS.items() if isinstance(error, kind)))
+
+
 if __name__ == "__main__":
-    answer = _COMMANDS[sys.argv[1]](**json.loads(sys.argv[2]))
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.write(_main())
