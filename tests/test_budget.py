@@ -16,7 +16,18 @@ PARAMETERS = 10
 CLASS_ATTRIBUTES, CLASS_METHODS, CONFIG_FIELDS = 20, 15, 25
 FOLDER_FILES = 12
 FREE_FOLDERS = ("xjax/models", "xjax/text/parsers")
-FORBIDDEN_NAMES = {"utils", "common", "misc", "helpers", "manager", "base", "impl", "v2", "new", "experimental"}
+FORBIDDEN_NAMES = {
+    "utils",
+    "common",
+    "misc",
+    "helpers",
+    "manager",
+    "base",
+    "impl",
+    "v2",
+    "new",
+    "experimental",
+}
 
 # "path:name" -> (ceiling, reason)
 EXCEPTIONS: dict[str, tuple[int, str]] = {}
@@ -98,7 +109,9 @@ def test_folders():
 
 
 def test_names():
-    bad = [s.path for s in all_sources() if FORBIDDEN_NAMES & set(s.module.lower().replace("_", ".").split("."))]
+    bad = [
+        s.path for s in all_sources() if FORBIDDEN_NAMES & set(s.module.lower().replace("_", ".").split("."))
+    ]
     assert bad == []
 
 

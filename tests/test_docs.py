@@ -52,7 +52,9 @@ def unshaped_fields(source: Source) -> list[str]:
         wanted = [
             item.target.id
             for item in node.body
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and _is_array(item.annotation)
+            if isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and _is_array(item.annotation)
         ]
         bad += [f"{source.path}:{node.name}: {name}" for name in wanted if name not in shaped]
     return bad
@@ -62,7 +64,8 @@ def broad_excepts(source: Source) -> int:
     """How often a source catches everything."""
     handlers = [node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler)]
     return sum(
-        node.type is None or bool(re.search(r"\b(Base)?Exception\b", ast.unparse(node.type))) for node in handlers
+        node.type is None or bool(re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)))
+        for node in handlers
     )
 
 
@@ -86,7 +89,12 @@ def test_broad_excepts_are_counted():
 
 @pytest.mark.parametrize(
     ("clause", "count"),
-    [("except:", 1), ("except Exception:", 1), ("except (OSError, BaseException):", 1), ("except OSError:", 0)],
+    [
+        ("except:", 1),
+        ("except Exception:", 1),
+        ("except (OSError, BaseException):", 1),
+        ("except OSError:", 0),
+    ],
 )
 def test_a_broad_except_is_seen(clause, count):
     text = f"try:\n    pass\n{clause}\n    pass\n"

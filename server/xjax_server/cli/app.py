@@ -1,0 +1,107 @@
+"""The program `xjax`: its commands, and the one place where an error becomes a line and an exit code.
+
+    0     done
+    1     a defect of ours; --debug shows its trace
+    2     wrong usage, or an error that the line explains
+    130   Ctrl-C
+    141   the reader of our output went away
+
+Knows no model and no engine; the commands reach them through the lazy names of `xjax`.
+"""
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+from typer.main import get_command
+
+import xjax
+from xjax.errors import XjaxError
+from xjax_server.cli import chat, generate, models, pull
+from xjax_server.cli.console import PIPE_CLOSED, drop_stdout, print_error, set_up_streams, write
+
+app = typer.Typer(
+    name="xjax",
+    help="LLM inference compiled by JAX and XLA.",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("pull")(pull.pull)
+app.command("models")(models.models)
+
+
+@app.callback(invoke_without_command=True)
+def _program(  # pyright: ignore[reportUnusedFunction]
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")] = False,
+) -> None:
+    if version:
+        write(f"xjax {xjax.__version__}\n")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        write(context.get_help() + "\n")
+
+
+def _known_flags() -> set[str]:
+    command = get_command(app)
+    commands = [command, *getattr(command, "commands", {}).values()]
+    return {flag for item in commands for param in item.params for flag in param.opts}
+
+
+def normalize(arguments: list[str]) -> list[str]:
+    """Spell known flags with dashes: `--max_model_len=8` becomes `--max-model-len=8`."""
+    known = _known_flags()
+    out: list[str] = []
+    for position, argument in enumerate(arguments):
+        if argument == "--":
+            return out + arguments[position:]
+        name, equals, value = argument.partition("=")
+        dashed = name.replace("_", "-")
+        out.append(dashed + equals + value if name.startswith("--") and dashed in known else argument)
+    return out
+
+
+def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """Take `--debug` out, wherever it stands before a lone `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    front = [argument for argument in arguments[:end] if argument != "--debug"]
+    return front + arguments[end:], len(front) < end
+
+
+def _run(arguments: list[str], debug: bool) -> int:
+    try:
+        code = get_command(app).main(arguments, prog_name="xjax", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except typer.TyperException as error:
+        print_error(error.format_message())
+        return error.exit_code
+    except BrokenPipeError:
+        drop_stdout()
+        return PIPE_CLOSED
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except XjaxError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(str(error))
+        return 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return the exit code; prints one line for an error, never a trace."""
+    set_up_streams()
+    given, debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(normalize(given), debug)
+    except Exception as error:  # noqa: BLE001
+        if debug:
+            traceback.print_exc()
+        first = (str(error).strip().splitlines() or [""])[0]
+        hint = "" if debug else " (--debug shows the trace)"
+        print_error(f"unexpected {type(error).__name__}: {first}{hint}")
+        return 1

@@ -1,0 +1,140 @@
+"""What the user sees: answers on standard output, everything else on standard error.
+
+Progress is a bar on a terminal and one line a stage elsewhere. Knows no command and no engine.
+"""
+
+import logging
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+PIPE_CLOSED = 141  # as a shell reports a program that SIGPIPE ended
+_BYTES_FROM = 10**6  # totals from here on are bytes, smaller ones are counts
+
+
+def set_up_streams() -> None:
+    """Make every text printable: UTF-8 into pipes and files, replacements on odd terminals."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is None:
+            continue
+        if stream.isatty():
+            reconfigure(errors="replace")
+        else:
+            reconfigure(encoding="utf-8", errors="replace")
+
+
+def drop_stdout() -> None:
+    """Send what is still to be flushed nowhere, after the reader of a pipe went away."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def write(text: str) -> None:
+    """Write to standard output at once; ends the program quietly when nobody reads it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+        raise typer.Exit(PIPE_CLOSED) from None
+
+
+def note(text: str) -> None:
+    """Write one line to standard error."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def print_error(text: str) -> None:
+    """Write the one line of an error."""
+    note("xjax: error: " + " ".join(text.split()))
+
+
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Writes to whatever standard error is now, so that lines pass above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def set_up_logging(verbose: bool) -> None:
+    """Send our log lines to standard error: all of them, or warnings only."""
+    logger = logging.getLogger("xjax")
+    if not logger.handlers:
+        handler = _StderrHandler()
+        handler.setFormatter(logging.Formatter("xjax: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def _amount(done: int, total: int | None) -> str:
+    if (total or done) >= _BYTES_FROM:
+        whole = f" / {total / 1e6:.0f}" if total else ""
+        return f"{done / 1e6:.0f}{whole} MB"
+    return f"{done} / {total}" if total else str(done)
+
+
+class ProgressBar:
+    """Receives `(done, total, label)` from any thread; a new label starts a new bar.
+
+    Shows nothing until the first call, and leaves nothing behind on a terminal.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._label: str | None = None
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __call__(self, done: int, total: int | None, label: str) -> None:
+        """Show that `done` of `total` (None: unknown) of the stage `label` is behind us."""
+        if not self._console.is_terminal:
+            if label != self._label:
+                note(f"xjax: {label}")
+            self._label = label
+            return
+        if self._progress is None:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[amount]}"),
+                TimeElapsedColumn(),
+            )
+            self._progress = Progress(*columns, console=self._console, transient=True, redirect_stdout=False)
+            self._progress.start()
+        amount = _amount(done, total)
+        if label != self._label or self._task is None:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(label, total=total, completed=done, amount=amount)
+            self._label = label
+        else:
+            self._progress.update(self._task, total=total, completed=done, amount=amount)
+
+
+def stats_line(*, ttft: float | None, speed: float | None, prompt: int, cached: int, new: int) -> str:
+    """The last line of a run; `ttft` in seconds, `speed` in tokens a second, the rest in tokens."""
+    parts = [f"TTFT {ttft:.2f} s"] if ttft is not None else []
+    if speed is not None:
+        parts.append(f"{speed:.1f} tokens/s")
+    parts.append(f"{prompt} prompt tokens ({cached} cached)")
+    parts.append(f"{new} new tokens")
+    return "xjax: " + ", ".join(parts)

@@ -1,0 +1,161 @@
+"""Flags that several commands share, made from the dataclasses that hold their defaults.
+
+`takes_engine_flags` adds the flags of the model, of sampling and of the engine to a command,
+which receives them as one `Flags` value. Values are checked where they are used, by
+`SamplingParams` and `EngineOptions`, not here.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_args
+
+import typer
+
+import xjax
+from xjax.config import EngineOptions, cache_home
+from xjax.request import SamplingParams
+from xjax_server.cli.console import ProgressBar, set_up_logging
+
+# `--seed` of the command line is the seed of the request.
+HIDDEN_ENGINE_OPTIONS = ("seed",)
+
+SAMPLING_HELP = {
+    "max_tokens": "most tokens to generate; default: to the end of the context",
+    "min_tokens": "tokens before which no end of sequence and no stop token is chosen",
+    "temperature": "0 always takes the most likely token",
+    "top_k": "choose among the k most likely tokens; 0 or -1: off",
+    "top_p": "choose among the most likely tokens that hold this much of what top-k left; 1: off",
+    "min_p": "drop tokens less likely than this share of the most likely one; 0: off",
+    "repetition_penalty": "above 1 makes tokens of the prompt and the answer less likely; 1: off",
+    "frequency_penalty": "taken off a token's logit for each time it is in the answer",
+    "presence_penalty": "taken off a token's logit once it is in the answer",
+    "logit_bias": "token id to what is added to its logit",
+    "seed": "equal seeds give equal answers; default: another one each time",
+    "n": "answers to one prompt",
+    "stop": "end the answer before this text; may be given several times",
+    "stop_token_ids": "token ids that end the answer",
+    "include_stop_str_in_output": "keep the stop text at the end of the answer",
+    "ignore_eos": "go on past the end of sequence",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "logprobs": "give the log-probability of each token, and of this many most likely ones",
+    "prompt_logprobs": "the same for the tokens of the prompt",
+}
+SAMPLING_FLAGS: dict[str, Any] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+    "stop": list[str],
+    "n": int,
+    "logprobs": int,
+    "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "ignore_eos": bool,
+}
+_MODEL_FLAGS: dict[str, tuple[Any, str]] = {
+    "model": (
+        str,
+        "folder, file, user/repo, user/repo:Q4_K_M or user/repo/file.gguf; default: a small chat model",
+    ),
+    "revision": (str, "branch, tag or commit of a model that is downloaded"),
+    "chat_template": (str, "file with a chat template that replaces the model's own"),
+}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the shared flags were set to; only what was given is in the dictionaries."""
+
+    model: str | None
+    revision: str | None
+    chat_template: str | None
+    sampling: dict[str, Any]
+    engine: dict[str, Any]
+    verbose: bool = False
+
+    def open_engine(self, progress: ProgressBar) -> "xjax.LLM":
+        """Load the model; raises LoadError."""
+        set_up_logging(self.verbose)
+        options = {"compile_cache": str(cache_home() / "compiled"), **self.engine}
+        # Wrong options are reported before anything is downloaded.
+        EngineOptions.from_mapping(options)
+        return xjax.LLM(
+            self.model,
+            revision=self.revision,
+            chat_template=self.chat_template,
+            progress=progress,
+            **options,
+        )
+
+    def params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The model's defaults under the flags under `more`; raises RequestError."""
+        return SamplingParams(**{**defaults, **self.sampling, **more})
+
+
+def flag(name: str) -> str:
+    """Spelling of an option on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _parameter(name: str, kind: Any, flags: tuple[str, ...], **settings: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, typer.Option(*flags, **settings)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _value_type(annotation: Any) -> Any:
+    """`int` of `int | None`."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return kinds[0] if kinds else annotation
+
+
+def _shared_parameters() -> list[inspect.Parameter]:
+    found = [_parameter(name, kind, (flag(name),), help=text) for name, (kind, text) in _MODEL_FLAGS.items()]
+    found.append(_parameter("verbose", bool, ("--verbose", "-v"), help="show log lines"))
+    for name, kind in SAMPLING_FLAGS.items():
+        found.append(
+            _parameter(name, kind, (flag(name),), help=SAMPLING_HELP[name], rich_help_panel="Sampling")
+        )
+    for item in fields(EngineOptions):
+        if item.name in HIDDEN_ENGINE_OPTIONS:
+            continue
+        names = (item.name, *item.metadata.get("aliases", ()))
+        text = item.metadata["help"]
+        if "choices" in item.metadata:
+            text += f" ({', '.join(item.metadata['choices'])})"
+        if item.default is not None:
+            text += f"; default: {item.default}"
+        flags = tuple(flag(name) for name in names)
+        found.append(
+            _parameter(item.name, _value_type(item.type), flags, help=text, rich_help_panel="Engine")
+        )
+    return found
+
+
+def takes_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the shared flags; it receives them as the keyword argument `flags`."""
+    own = inspect.signature(command)
+    shared = _shared_parameters()
+
+    def run(**values: Any) -> None:
+        given = {item.name: values.pop(item.name) for item in shared}
+        given = {name: value for name, value in given.items() if value not in (None, [])}
+        flags = Flags(
+            model=given.get("model"),
+            revision=given.get("revision"),
+            chat_template=given.get("chat_template"),
+            sampling={name: given[name] for name in SAMPLING_FLAGS if name in given},
+            engine={item.name: given[item.name] for item in fields(EngineOptions) if item.name in given
+                    and item.name not in HIDDEN_ENGINE_OPTIONS},
+            verbose=bool(given.get("verbose")),
+        )  # fmt: skip
+        command(**values, flags=flags)
+
+    kept = [parameter for name, parameter in own.parameters.items() if name != "flags"]
+    run.__signature__ = own.replace(parameters=[*kept, *shared])  # pyright: ignore[reportFunctionMemberAccess]
+    run.__annotations__ = {}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run

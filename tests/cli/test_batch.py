@@ -1,0 +1,211 @@
+"""`xjax generate --input`: one result a line, errors in their place, and going on after a kill."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import xjax
+from tests.cli.fake_llm import FakeLLM
+from xjax_server.cli import batch, main
+
+PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
+
+
+@pytest.fixture(autouse=True)
+def fake_engine(monkeypatch):
+    monkeypatch.setitem(vars(xjax), "LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "made", [])
+
+
+@pytest.fixture
+def files(tmp_path):
+    return tmp_path / "in.jsonl", tmp_path / "out" / "results.jsonl"
+
+
+def write_lines(path, lines):
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
+
+
+def run(source, output, *more):
+    return main(["generate", "--input", str(source), "--output", str(output), *more])
+
+
+def results(output):
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_every_line_has_its_result_in_order(files, capsys):
+    source, output = files
+    write_lines(
+        source,
+        [
+            {"prompt": "a"},
+            {
+                "messages": [{"role": "user", "content": "b"}, {"role": "user", "content": "c"}],
+                "id": "x",
+                "n": 2,
+            },
+            b"not json",
+            {"prompt": "d", "temprature": 1},
+            {"prompt": "e", "max_tokens": 1, "temperature": 0, "logit_bias": {"5": 1.5}},
+            {"prompt": "fail", "id": 7},
+            b"",
+            {"prompt": [4, 5]},
+            {"prompt": "f", "top_p": 9},
+            {"prompt": 3},
+            {"messages": "x"},
+            {"prompt": "a", "messages": []},
+            b"[1]",
+            b"\xff",
+        ],
+    )
+    assert run(source, output, "--max-tokens", "2") == 0
+    found = results(output)
+    assert [item["index"] for item in found] == list(range(14))
+    assert found[0]["outputs"][0]["text"] == "1:a 2:a "
+    assert found[1]["id"] == "x"
+    assert [item["text"] for item in found[1]["outputs"]] == ["1:b|c 2:b|c "] * 2
+    assert found[4]["outputs"][0]["text"] == "1:e "
+    assert found[5] == {
+        "index": 5,
+        "input": found[5]["input"],
+        "id": 7,
+        "error": {
+            "message": "messages: cannot be served",
+            "type": "RequestError",
+            "code": "invalid_value",
+            "param": "messages",
+        },
+    }
+    assert found[7]["outputs"][0]["text"] == "1:4|5 2:4|5 "
+    failed = {
+        2: "not JSON",
+        3: "temprature",
+        6: "empty",
+        8: "top_p",
+        9: "text or a list",
+        10: "list of messages",
+        11: "either",
+        12: "not a JSON object",
+        13: "not JSON",
+    }
+    for index, text in failed.items():
+        assert text in found[index]["error"]["message"]
+    assert "10 of 14 requests failed" in capsys.readouterr().err
+    params = [
+        params for prompt, params in FakeLLM.made[0].calls if prompt == [{"role": "user", "content": "e"}]
+    ]
+    assert (params[0].temperature, params[0].logit_bias) == (0, {5: 1.5})
+
+
+def test_raw_prompts_and_a_system_text(files):
+    source, output = files
+    write_lines(source, [{"prompt": "a"}])
+    assert run(source, output, "--raw") == 0
+    assert FakeLLM.made[-1].calls[0][0] == "a"
+    output.unlink()
+    assert run(source, output, "--system", "s") == 0
+    assert FakeLLM.made[-1].calls[0][0][0] == {"role": "system", "content": "s"}
+
+
+def test_results_without_an_output_go_to_stdout(files, capsys):
+    source, _ = files
+    write_lines(source, [{"prompt": "a"}, {"prompt": "b"}])
+    assert main(["generate", "--input", str(source)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["outputs"][0]["text"][2] for line in lines] == ["a", "b"]
+
+
+def test_windows_are_joined(files, monkeypatch):
+    monkeypatch.setattr(batch, "WINDOW", 3)
+    source, output = files
+    write_lines(source, [{"prompt": str(i)} for i in range(10)])
+    assert run(source, output) == 0
+    assert [item["outputs"][0]["text"].split(":")[1][0] for item in results(output)] == list("0123456789")
+
+
+@pytest.mark.parametrize("num_kept", range(6))
+@pytest.mark.parametrize("cut", [0, 5, 30])
+def test_a_started_file_is_continued(files, num_kept, cut):
+    source, output = files
+    write_lines(source, [{"prompt": str(i)} if i != 2 else {"bad": 1} for i in range(6)])
+    assert run(source, output) == 0
+    whole = output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:num_kept]) + lines[num_kept][:cut])
+    assert run(source, output) == 0
+    assert output.read_bytes() == whole
+    asked = [messages[0]["content"] for messages, _ in FakeLLM.made[-1].calls]
+    assert asked == [str(i) for i in range(num_kept, 6) if i != 2]
+
+
+def test_a_finished_file_starts_no_engine(files, capsys):
+    source, output = files
+    write_lines(source, [{"prompt": "a"}])
+    assert run(source, output) == 0
+    assert run(source, output) == 0
+    assert len(FakeLLM.made) == 1
+    assert "already holds all 1 results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"my notes\n",
+        b"my notes",
+        b"{}\n",
+        b'{"index": 0, "input": "0000000000000000"}\n',
+        b'{"index": 1, "input": "x"}\n',
+    ],
+)
+def test_another_file_is_left_alone(files, content, capsys):
+    source, output = files
+    write_lines(source, [{"prompt": "a"}])
+    output.parent.mkdir()
+    output.write_bytes(content)
+    assert run(source, output) == 2
+    assert "choose another --output" in capsys.readouterr().err
+    assert output.read_bytes() == content
+
+
+def test_results_of_a_longer_input_are_refused(files, capsys):
+    source, output = files
+    write_lines(source, [{"prompt": "a"}, {"prompt": "b"}])
+    assert run(source, output) == 0
+    write_lines(source, [{"prompt": "a"}])
+    assert run(source, output) == 2
+    assert "line 2 of" in capsys.readouterr().err
+
+
+def test_input_as_output_is_refused(files, capsys):
+    source, _ = files
+    write_lines(source, [{"prompt": "a"}])
+    assert run(source, source) == 2
+    assert "choose another" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written(files, capsys, tmp_path):
+    source, _ = files
+    write_lines(source, [{"prompt": "a"}])
+    (tmp_path / "file").write_text("")
+    assert run(source, tmp_path / "file" / "out.jsonl") == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_killed_run_is_continued(files):
+    source, output = files
+    write_lines(source, [b"bad"] + [{"prompt": "slow" if i == 3 else str(i)} for i in range(1, 6)])
+    command = [*PROGRAM, "generate", "--raw", "--input", str(source), "--output", str(output)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 20
+        while not (output.exists() and output.read_bytes().count(b"\n")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.kill()
+    assert [item["index"] for item in results(output)] == [0]
+    write_lines(source, [b"bad"] + [{"prompt": "slow" if i == 3 else str(i)} for i in range(1, 6)])
+    assert run(source, output, "--raw", "--max-tokens", "1") == 0
+    assert [item["index"] for item in results(output)] == list(range(6))
