@@ -6,6 +6,7 @@ remembered for a file that changed, or changed so lately that its time proves no
 never used. Names and folders do not count: the same bytes have the same digest anywhere.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -64,7 +65,8 @@ def _remember(entry: Path, identity: dict[str, int], sha256: str) -> None:
         temporary.write_text(json.dumps({"identity": identity, "sha256": sha256}))
         os.replace(temporary, entry)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def file_digest(path: Path, cache_dir: Path) -> str:

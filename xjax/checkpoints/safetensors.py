@@ -114,7 +114,8 @@ def _read_shards(folder: Path) -> SafetensorsFolder:
     names: dict[str, str] = {}
     for tensor, file in weight_map.items():  # type: ignore[misc]
         # The index may come from anywhere: only plain names, inside the folder.
-        if not isinstance(file, str) or file != Path(file).name or "\0" in file:
+        is_plain = isinstance(file, str) and file == Path(file).name and "\0" not in file
+        if not is_plain or not file.endswith(".safetensors"):
             raise LoadError(f"{index}: {file!r} is not the name of a file in this folder")
         names[str(tensor)] = file  # type: ignore[arg-type]
     files = sorted(set(names.values()))

@@ -155,7 +155,8 @@ def write_record(
         temporary.write_text(json.dumps(entry, indent=1))
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise LoadError(f"{path}: cannot be written: {error.strerror}") from error
     return folder / opened if opened else folder
 
