@@ -29,7 +29,10 @@ LATE_IMPORTS = {
     "torch": "not a dependency",
     "uvicorn": "needed by one command only",
 }
-READS_ENVIRONMENT = {"xjax/config.py"}
+READS_ENVIRONMENT = {
+    "xjax/config.py": "the one reader of our variables",
+    "xjax/checkpoints/fetch/attempt.py": "hands the whole of it to a child process",
+}
 
 
 @dataclass(frozen=True)
@@ -201,8 +204,7 @@ BROKEN = [
 def test_rule_sees_a_broken_file(rule, path, text):
     others = [source for source in all_sources() if source.path != path]
     complaints = rule([*others, make_source(path, text)])
-    assert len(complaints) == 1
-    assert complaints[0].startswith(path)
+    assert len([line for line in complaints if line.startswith(path)]) == 1
 
 
 def test_rule_5_sees_two_folders_that_import_each_other():
