@@ -5,6 +5,7 @@ All of a header is checked before a tensor is offered. Knows no model and no con
 """
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ TENSOR_TYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 INDEX_NAME = "model.safetensors.index.json"
+_SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 _MAX_HEADER = 100_000_000
 _MAX_DIMS = 16
 
@@ -114,8 +116,7 @@ def _read_shards(folder: Path) -> SafetensorsFolder:
     names: dict[str, str] = {}
     for tensor, file in weight_map.items():  # type: ignore[misc]
         # The index may come from anywhere: only plain names, inside the folder.
-        is_plain = isinstance(file, str) and file == Path(file).name and "\0" not in file
-        if not is_plain or not file.endswith(".safetensors"):
+        if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
             raise LoadError(f"{index}: {file!r} is not the name of a file in this folder")
         names[str(tensor)] = file  # type: ignore[arg-type]
     files = sorted(set(names.values()))
