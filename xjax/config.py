@@ -7,7 +7,7 @@ that cache, scheduler and memory plan know about a model. No arrays, no files ar
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,10 @@ class EngineOptions:
                     is_number = is_number and isinstance(value, int)
                 if not is_number or not meta["low"] <= value <= meta["high"]:
                     raise LoadError(f"{flag} must be from {meta['low']} to {meta['high']}, not {value!r}")
+
+    def replace(self, **changes: Any) -> "EngineOptions":
+        """Copy with some options changed."""
+        return replace(self, **changes)
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> "EngineOptions":

@@ -1,0 +1,186 @@
+"""From a checkpoint and options to a running engine, in pieces that a notebook can use alone.
+
+    open_checkpoint -> load_model -> plan -> Engine
+                       params, spec   memory, shapes, state
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xjax.checkpoints.checkpoint import Checkpoint
+from xjax.config import CacheSpec, EngineOptions, SchedulerConfig, StepShapes, has_recurrent, page_groups
+from xjax.engine.loop import Engine
+from xjax.engine.memory import MemoryPlan, available_bytes, plan_memory
+from xjax.engine.step import StepSpec
+from xjax.engine.warmup import Program, ProgramCache, ProgramTable
+from xjax.errors import LoadError
+from xjax.models.registry import Family, load_config
+from xjax.state.kv import EngineState, abstract_state, allocate, state_bytes
+from xjax.weights.load import load_params
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+_CPU = {"page_size": 16, "prefill_chunk_size": 512, "dtype": "float32"}
+_ACCELERATOR = {"page_size": 64, "prefill_chunk_size": 2048, "dtype": "bfloat16"}
+_THREADS_VARIABLE = "PJRT_NPROC"  # read by the runtime when its client starts
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters and what they mean; the engine borrows it, the caller keeps it."""
+
+    family: Family
+    config: Any
+    params: Any
+    dtype: jnp.dtype
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What each layer keeps between steps."""
+        return self.family.cache_spec(self.config)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Every number an engine starts with."""
+
+    scheduler: SchedulerConfig
+    memory: MemoryPlan
+    state: EngineState  # abstract
+
+
+def set_threads(threads: int | None) -> None:
+    """Limit the processor threads that steps compute with; must come before the first JAX call.
+
+    Raises LoadError when the backend runs already with another number.
+    """
+    if threads is None or os.environ.get(_THREADS_VARIABLE) == str(threads):
+        return
+    if jax._src.xla_bridge.backends_are_initialized():
+        raise LoadError("--threads comes too late: JAX has started; set it before the first use of JAX")
+    os.environ[_THREADS_VARIABLE] = str(threads)
+
+
+def with_defaults(options: EngineOptions, device: jax.Device) -> EngineOptions:
+    """Fill in what the platform decides."""
+    defaults = _CPU if device.platform == "cpu" else _ACCELERATOR
+    values: dict[str, Any] = {}
+    for name, value in defaults.items():
+        given = getattr(options, name)
+        values[name] = value if given in (None, "auto") else given
+    values["kvcache_dtype"] = values["dtype"] if options.kvcache_dtype == "auto" else options.kvcache_dtype
+    values["kernels"] = "xla" if options.kernels == "auto" else options.kernels
+    return options.replace(**values)
+
+
+def load_model(
+    checkpoint: Checkpoint, *, dtype: str = "auto", device: jax.Device | None = None, progress: Progress | None = None
+) -> Model:
+    """Read a checkpoint's parameters onto a device. Raises LoadError."""
+    device = device or jax.devices()[0]
+    name = with_defaults(EngineOptions(dtype=dtype), device).dtype
+    family, config = load_config(checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    report = None if progress is None else partial(progress, "load")
+    params = load_params(checkpoint, family, config, dtype=jnp.dtype(name), sharding=sharding, progress=report)
+    return Model(family, config, params, jnp.dtype(name))
+
+
+def plan_engine(model: Model, options: EngineOptions, *, device: jax.Device, available: int | None = None) -> EnginePlan:
+    """Decide shapes, pages and state from a model and options that `with_defaults` has filled in.
+
+    available   bytes to plan with beside the parameters, which are there already; default: ask
+    """
+    assert options.page_size is not None and options.prefill_chunk_size is not None
+    spec, longest = model.spec, model.config.max_context
+    if options.max_model_len is not None:
+        if options.max_model_len > longest:
+            raise LoadError(f"--max-model-len {options.max_model_len} is above the model's context, {longest}")
+        longest = options.max_model_len
+    shapes = StepShapes.plan(
+        max_num_seqs=options.max_num_seqs, prefill_chunk_size=options.prefill_chunk_size, max_model_len=longest
+    )
+    kv_dtype = jnp.dtype(options.kvcache_dtype)
+    build = partial(abstract_state, spec, page_size=options.page_size, num_rows=options.max_num_seqs, dtype=kv_dtype)
+    groups = page_groups(spec)
+    empty = build(num_pages=(0,) * len(groups))
+    memory = plan_memory(
+        spec,
+        available=available_bytes(device) if available is None else available,
+        weights=0,  # in memory already, and so not in what is available
+        activations=activation_bytes(model, shapes),
+        num_programs=len(shapes.decode_rows) + len(shapes.prefill),
+        max_model_len=longest,
+        max_num_seqs=options.max_num_seqs,
+        page_size=options.page_size,
+        chunk=shapes.prefill[-1][0],
+        kv_itemsize=kv_dtype.itemsize,
+        kv_fraction=options.kv_fraction,
+        num_pages=options.num_pages,
+        recurrent=state_bytes(empty),
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=longest,
+        page_size=options.page_size,
+        num_pages=memory.num_pages,
+        windows=tuple(group.window for group in groups),
+        shapes=shapes,
+        max_queue=options.max_queue,
+        has_recurrent=has_recurrent(spec),
+    )
+    return EnginePlan(scheduler, memory, build(num_pages=memory.num_pages))
+
+
+def activation_bytes(model: Model, shapes: StepShapes) -> int:
+    """Upper estimate of a step's temporaries: the widest layer's values and the logits, twice each."""
+    config = model.config
+    tokens = shapes.prefill[-1][0] + shapes.decode_rows[-1]
+    sampled = shapes.decode_rows[-1] + max(shapes.num_scored)
+    width = 4 * config.embed_dim + 3 * config.ffn_dim + 3 * config.num_heads * config.head_dim
+    return 2 * 4 * (tokens * width + sampled * config.vocab_size)
+
+
+def start_engine(
+    model: Model,
+    plan: EnginePlan,
+    *,
+    backend: str = "xla",
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    lookahead: bool = True,
+) -> Engine:
+    """Allocate the state and start the engine's threads; programs are compiled when first needed."""
+    sharding = jax.tree.leaves(model.params)[0].sharding
+    make_state = partial(allocate, plan.state, sharding)
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), plan.state
+    )
+    engines: list[Engine] = []
+
+    def note(program: Program) -> None:
+        for engine in engines:
+            engine.metrics.num_programs += 1
+            engine.metrics.num_loaded_programs += int(program.is_loaded)
+
+    table = ProgramTable(
+        StepSpec(model.family, model.config, backend),
+        model.params,
+        placed,
+        cache=None if cache is None else ProgramCache(cache),
+        progress=progress,
+        max_temporary=4 * plan.memory.activations + (256 << 20),
+        on_compile=note,
+    )
+    engine = Engine(
+        model.params, make_state, table, plan.scheduler, vocab_size=model.config.vocab_size, lookahead=lookahead
+    )
+    engines.append(engine)
+    return engine
