@@ -7,15 +7,15 @@ their formats, not what is done with the tokenizer.
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken
 
 from xjax.checkpoints.metadata import read_optional_json
 from xjax.errors import LoadError
-from xjax.text.pieces import Kind, Pieces, build_pieces, check_pieces, register
-from xjax.text.vocabulary import Specials
+from xjax.text.vocabulary.pieces import Kind, Pieces, build_pieces, check_pieces, register
+from xjax.text.vocabulary.gguf import Specials
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
@@ -93,14 +93,15 @@ def _id_of(inner: tokenizers.Tokenizer, token: object) -> int | None:
 def _add_configured(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
     """Add the tokens that tokenizer_config.json lists, and mark the special ones."""
     known = inner.get_added_tokens_decoder()
-    listed: Any = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict) or not all(
-        key.isdigit() and _content(value) for key, value in listed.items()
-    ):
+    listed: object = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
         raise LoadError(
             f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is not a table of tokens by id"
         )
-    for token_id, entry in sorted((int(key), value) for key, value in listed.items()):
+    for key, value in cast("dict[str, object]", listed).items():
+        if not key.isdecimal() or _content(value) is None:
+            raise LoadError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {key!r} is no token")
+    for token_id, entry in sorted((int(key), value) for key, value in cast("dict[str, Any]", listed).items()):
         flags = {
             name: bool(entry.get(name, False))
             for name in ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -10,7 +10,7 @@ Knows no chat, no prompt and no stream.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from xjax.errors import RequestError
 from xjax.text.decoding import TextBytes, read_decoding
 from xjax.text.folder import load_folder
 from xjax.text.marks import Marks
-from xjax.text.vocabulary import Specials, build_vocabulary
+from xjax.text.vocabulary.gguf import Specials, build_vocabulary
 
 _SPACES = (" ", "▁")
 
@@ -93,6 +93,21 @@ class Tokenizer:
             end = mark.end
         segments.append(text[end:])
         return segments
+
+    def has_special(self, text: str) -> bool:
+        """Whether a special token is written in a text."""
+        return self._specials.occurs_in(text)
+
+    def replace_special(self, text: str, replacement: Callable[[str], str]) -> str:
+        """Exchange the special tokens written in a text; the spaces around them stay."""
+        parts: list[str] = []
+        end = 0
+        for mark in self._specials.find(text):
+            content = self._added[mark.token_id].content
+            start = text.index(content, mark.start)
+            parts += (text[end:start], replacement(content))
+            end = start + len(content)
+        return "".join(parts) + text[end:]
 
     def encode_segments(self, segments: Iterable[str | int]) -> list[int]:
         """Encode one text given as ordinary stretches and the ids of special tokens between them."""
