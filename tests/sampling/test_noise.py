@@ -38,5 +38,5 @@ def test_noise_is_gumbel_into_its_tail():
         expected = -np.expm1(-np.exp(-value)) * noise.size
         above = noise.size - np.searchsorted(noise, value)
         assert abs(above - expected) < 5 * np.sqrt(expected)
-    # Read as a distance from one, 2^-24 would end the tail at 16.6.
-    assert len(np.unique(noise[-2000:])) == 2000
+    # Read as a distance from one, with 24 bits, some 230 of these would be equal.
+    assert len(np.unique(noise[-2000:])) > 1990

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from xjax.sampling.rows import WIDTH, blocks, first_best, for_rows, scale, top, total
+from xjax.sampling.rows import WIDTH, blocks, first_best, for_rows, scale, top, total, without_nan
 
 NUM_CANDIDATES = 128
 
@@ -17,7 +17,7 @@ NUM_CANDIDATES = 128
 class Candidates:
     """The first C tokens of each row, in the order larger logit, then lower id.
 
-    values     [J, C] float32  logits, best first; NaN first when the row has one
+    values     [J, C] float32  logits, best first; NaN counts as +inf
     ids        [J, C] int32
     logsumexp  [J]    float32  of (logit - values[:, 0]) / temperature over all of V
     logits     [J, V] float32  or None when they were never written out
@@ -39,11 +39,11 @@ def from_logits(logits: jax.Array, temperature: jax.Array, num: int = NUM_CANDID
     returns      Candidates, C = min(num, V)
     """
     num = min(num, logits.shape[1])
-    best, best_id = first_best(logits)
+    best, best_id = first_best(without_nan(logits))
 
     def pick(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         values, ids, logsumexp = carry
-        row = jax.lax.dynamic_index_in_dim(logits, j, keepdims=False)
+        row = without_nan(jax.lax.dynamic_index_in_dim(logits, j, keepdims=False))
         row_values, row_ids = top(row, num)
         weights = jnp.exp(scale(row, best[j], temperature[j]))
         mass = total(blocks(weights, WIDTH, 0.0))

@@ -41,6 +41,15 @@ def blocks(row: jax.Array, width: int, fill: float) -> jax.Array:
     return row.reshape(*row.shape[:-1], -1, width)
 
 
+def without_nan(logits: jax.Array) -> jax.Array:
+    """Turn NaN into +inf, since XLA's max and top_k on CPU may or may not let NaN through.
+
+    logits   [...] float32
+    returns  [...] float32
+    """
+    return jnp.where(jnp.isnan(logits), jnp.inf, logits)
+
+
 def total(weights: jax.Array) -> jax.Array:
     """Sum a row in two stages, which keeps the rounding near that of the longer side.
 
@@ -68,7 +77,7 @@ def first_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Find the largest logit of each row and the lowest id that has it.
 
     logits   [J, V] float32
-    returns  [J] float32, NaN when any logit is, and [J] int32, always an id below V
+    returns  [J] float32, and [J] int32, always an id below V
 
     By blocks, since XLA's argmax on CPU is ten times slower than its max.
     """

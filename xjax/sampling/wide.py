@@ -75,9 +75,9 @@ def _count(mask: jax.Array) -> jax.Array:
 
 def _last_id(ties: jax.Array, ids: jax.Array, quota: jax.Array) -> jax.Array:
     """Find the id at which `quota` of the ties, lowest ids first, are complete."""
-    size = jnp.int32(ids.size)
-    low = jnp.where(_count(ties) > quota, jnp.int32(0), size - 1)
-    return _largest(lambda end: _count(ties & (ids < end)) < quota, low, size)
+    last = jnp.max(jnp.where(ties, ids, 0))
+    low = jnp.where(_count(ties) > quota, jnp.int32(0), last)
+    return _largest(lambda end: _count(ties & (ids < end)) < quota, low, last + 1)
 
 
 def _first_k(ranks: jax.Array, ids: jax.Array, k: jax.Array) -> Cut:
