@@ -5,9 +5,7 @@
 Page 0 is the trash page: never handed out, never released. The pool is used by one thread.
 """
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Iterable
 
 
 class PagePool:
@@ -16,7 +14,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 2, "a pool needs the trash page and one more"
         self.num_pages = num_pages
-        self._refs = np.zeros(num_pages, np.int32)
+        self._refs = [0] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -36,7 +34,8 @@ class PagePool:
             return []
         pages = self._free[-count:][::-1]
         del self._free[-count:]
-        self._refs[pages] = 1
+        for page in pages:
+            self._refs[page] = 1
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
@@ -47,23 +46,23 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop a reference; a page without any is free at once."""
+        refs = self._refs
         for page in pages:
-            assert page != 0 and self._refs[page] > 0, f"page {page} is not held"
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
+            assert page > 0 and refs[page] > 0, f"page {page} is not held"
+            refs[page] -= 1
+            if refs[page] == 0:
                 self._free.append(page)
 
     def refs(self, page: int) -> int:
         """References of a page."""
-        return int(self._refs[page])
+        return self._refs[page]
 
-    def check(self, holders: Iterable[Sequence[int]]) -> None:
+    def check(self, holders: Iterable[Iterable[int]]) -> None:
         """Verify that the references are exactly those of `holders` (lists of page ids, 0 skipped)."""
-        expected = np.zeros(self.num_pages, np.int32)
+        expected = [0] * self.num_pages
         for pages in holders:
             for page in pages:
-                if page:
-                    expected[page] += 1
-        assert np.array_equal(expected, self._refs), "refcounts differ from their holders"
-        assert len(set(self._free)) == len(self._free), "a page is free twice"
-        assert set(self._free) == {int(p) for p in np.flatnonzero(expected == 0) if p}, "free list is wrong"
+                expected[page] += page != 0
+        assert expected == self._refs, "refcounts differ from their holders"
+        free = {page for page in range(1, self.num_pages) if expected[page] == 0}
+        assert len(free) == len(self._free) and free == set(self._free), "the free list is wrong"

@@ -1,8 +1,11 @@
-"""The waiting line: in which order sequences may start, and what samples of a request share.
+"""The waiting line, and what the samples of one request share.
 
 First in, first out within a priority. One that does not fit lets smaller ones pass, but only
-`_MAX_BYPASSED` times; then the line waits for it. Samples 1.. of a request wait until sample 0
-has its prompt in pages, then start from those pages.
+`_MAX_BYPASSED` times; then the line waits for it. Samples 1.. of a request stay out of the line
+until sample 0 has its prompt in pages, then start from those pages:
+
+    pending  --prompt computed: publish-->  shared  --nobody waits, or pages run out: drop-->  apart
+       +------------------------------ sample 0 ended ------------------------------------------^
 """
 
 import bisect
@@ -19,22 +22,40 @@ _MAX_LOOKED_AT = 64  # so that a long line costs a step nothing
 class SampleGroup:
     """The samples of one request and the prompt pages they share while some still wait.
 
-    num_shared   tokens of full prompt pages, short of the last token
-    shared       page ids by group, held by this object; None while there are none
-    is_pending   sample 0 has not computed its prompt yet
+    num_shared    tokens of full prompt pages, short of the last token
+    shared        page ids by group, held by this object; None while there are none
+    is_pending    sample 0 has not computed its prompt yet and the others stay out of the line
+    has_started   some sample was admitted once
     """
 
-    def __init__(self, request: Request, sequences: list[Sequence], *, page_size: int, can_share: bool) -> None:
+    def __init__(
+        self, request: Request, sequences: list[Sequence], *, page_size: int, can_share: bool
+    ) -> None:
         self.request = request
         self.sequences = sequences
         self.num_shared = (len(request.prompt_ids) - 1) // page_size * page_size
         self.shared: tuple[list[int], ...] | None = None
         self.is_pending = can_share and len(sequences) > 1 and self.num_shared > 0
+        self.has_started = False
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Samples that have not ended."""
+        return [item for item in self.sequences if item.status is not Status.FINISHED]
+
+    def is_held_back(self, sequence: Sequence) -> bool:
+        """Whether a sample waits for sample 0 instead of standing in the line."""
+        return self.is_pending and sequence.sample_id > 0
+
+    def horizon(self, sequence: Sequence) -> int:
+        """First position whose window must stay in pages when `sequence` goes on from where it is."""
+        if self.is_pending and sequence.sample_id == 0:
+            return min(sequence.num_computed, self.num_shared)
+        return sequence.num_computed
 
     def publish(self, book: PageBook) -> None:
         """Hold the prompt pages of sample 0 for the samples that still wait."""
-        if not self.is_pending:
-            return
+        assert self.is_pending
         self.is_pending = False
         num_pages = self.num_shared // book.page_size
         shared = tuple(pages[:num_pages] for pages in self.sequences[0].pages)
@@ -44,29 +65,25 @@ class SampleGroup:
 
     def adopt(self, sequence: Sequence, book: PageBook) -> None:
         """Start a waiting sample from the shared pages, where there are any."""
-        if self.shared is None or sequence.num_computed or any(sequence.pages):
+        if self.shared is None or sequence.prompt_logprobs is not None:
             return
+        assert not sequence.num_computed and not any(sequence.pages)
         for group, pages in enumerate(self.shared):
             book.pools[group].retain(page for page in pages if page)
             sequence.pages[group].extend(pages)
             sequence.num_passed[group] = next((i for i, page in enumerate(pages) if page), len(pages))
         sequence.num_computed = self.num_shared
 
-    def drop(self, book: PageBook) -> bool:
+    def drop(self, book: PageBook) -> None:
         """Let go of the shared pages; samples that still wait compute them anew."""
-        if self.shared is None:
-            return False
+        assert self.shared is not None
         for pool, pages in zip(book.pools, self.shared, strict=True):
             pool.release(page for page in pages if page)
         self.shared = None
-        return True
 
-    def settle(self, book: PageBook) -> None:
-        """Stop waiting for a sample 0 that has ended, and drop pages that nobody waits for."""
-        if self.sequences[0].status is Status.FINISHED:
-            self.is_pending = False
-        if not any(s.status is Status.WAITING and not s.num_computed for s in self.sequences[1:]):
-            self.drop(book)
+    def num_held(self, page_group: int) -> int:
+        """Shared pages in a page group."""
+        return sum(page != 0 for page in self.shared[page_group]) if self.shared is not None else 0
 
 
 class WaitingLine:
@@ -79,7 +96,7 @@ class WaitingLine:
         return len(self._line)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(tuple(self._line))
+        return iter(self._line)
 
     def front(self) -> tuple[Sequence, ...]:
         """The sequences that admission looks at."""
@@ -87,20 +104,29 @@ class WaitingLine:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence where its order belongs."""
-        bisect.insort(self._line, sequence, key=lambda item: item.order)
+        insert_by_order(self._line, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
-        self._line.remove(sequence)
-
-    def note_bypass(self, sequence: Sequence) -> None:
-        """Count for everyone in front of an admitted sequence that it was passed."""
-        for item in self._line:
-            if item.order >= sequence.order:
-                break
-            item.num_bypassed += 1
+        remove_by_order(self._line, sequence)
 
     @staticmethod
     def is_starved(sequence: Sequence) -> bool:
         """Whether the line must now wait for this sequence."""
         return sequence.num_bypassed >= _MAX_BYPASSED
+
+
+def insert_by_order(line: list[Sequence], sequence: Sequence) -> None:
+    """Insert into a list that is sorted by `order`."""
+    bisect.insort(line, sequence, key=_order)
+
+
+def remove_by_order(line: list[Sequence], sequence: Sequence) -> None:
+    """Remove from a list that is sorted by `order`."""
+    place = bisect.bisect_left(line, sequence.order, key=_order)
+    assert line[place] is sequence, "a sequence is not where its order says"
+    del line[place]
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.order

@@ -1,20 +1,34 @@
-"""Which prefill shape serves the waiting prompts best. Pure functions."""
+"""Which prefill shape serves the waiting prompts best, and how they share it. Pure functions."""
 
 from collections.abc import Sequence
 
 _STEP_OVERHEAD = 32  # a step costs about as much as this many tokens before it computes any
 
 
-def fill(lengths: Sequence[int], tokens: int, tile: int) -> int:
-    """Prompt tokens that a shape takes up, oldest prompt first, tiles never shared by two."""
-    tiles, taken = tokens // tile, 0
-    for length in lengths:
-        if tiles == 0:
-            break
-        count = min(length, tiles * tile)
-        tiles -= -(-count // tile)
-        taken += count
-    return taken
+def divide(lengths: Sequence[int], tokens: int, tile: int) -> list[int]:
+    """Tokens of each waiting prompt that a shape takes, oldest first, tiles never shared by two.
+
+    lengths   tokens that each waiting prompt still needs, oldest first
+
+    The first prompt that cannot end in this step leaves up to half of the tiles to younger ones
+    that can, so that short prompts need not wait for the whole of a long one.
+    """
+    tiles, counts = tokens // tile, [0] * len(lengths)
+    for place, length in enumerate(lengths):
+        need = -(-length // tile)
+        if need <= tiles:
+            counts[place], tiles = length, tiles - need
+            continue
+        spare = tiles // 2
+        for other in range(place + 1, len(lengths)):
+            need = -(-lengths[other] // tile)
+            if need <= spare:
+                counts[other], spare, tiles = lengths[other], spare - need, tiles - need
+            if not spare:
+                break
+        counts[place] = min(length, tiles * tile)
+        break
+    return counts
 
 
 def choose_prefill(lengths: Sequence[int], shapes: Sequence[tuple[int, int]], limit: int) -> int:
@@ -24,10 +38,10 @@ def choose_prefill(lengths: Sequence[int], shapes: Sequence[tuple[int, int]], li
     shapes    (tokens, tile), rising; the smallest is always allowed
     """
     best, best_rate = 0, 0.0
-    for i, (tokens, tile) in enumerate(shapes):
-        if i and tokens > limit:
+    for place, (tokens, tile) in enumerate(shapes):
+        if place and tokens > limit:
             break
-        rate = fill(lengths, tokens, tile) / (tokens + _STEP_OVERHEAD)
+        rate = sum(divide(lengths, tokens, tile)) / (tokens + _STEP_OVERHEAD)
         if rate > best_rate:
-            best, best_rate = i, rate
+            best, best_rate = place, rate
     return best

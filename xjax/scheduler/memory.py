@@ -9,70 +9,66 @@ from xjax.config import SchedulerConfig
 from xjax.scheduler.rows import RowTable
 from xjax.scheduler.sequence import Sequence
 
+_UNLIMITED = 2**31 - 1
+
 
 class PageBook:
     """The pools of all groups and the tables that name their pages."""
 
     def __init__(self, config: SchedulerConfig, rows: RowTable) -> None:
         self.page_size = config.page_size
-        self.windows = config.windows
         self.pools = tuple(PagePool(count) for count in config.num_pages)
+        self._windows = [(group, window) for group, window in enumerate(config.windows) if window is not None]
         self._rows = rows
-        self._longest_chunk = config.shapes.prefill[-1][0]
+        longest_chunk = config.shapes.prefill[-1][0]
+        self._most = [_UNLIMITED] * len(self.pools)  # pages that one sequence holds at once
+        for group, window in self._windows:
+            most = -(-(window - 1 + longest_chunk) // self.page_size) + 1
+            self._most[group] = min(most, self.pools[group].num_usable)
 
     def pages_at_once(self, group: int, num_tokens: int) -> int:
         """Most pages of a group that a sequence of `num_tokens` holds at any one time."""
-        pages = -(-num_tokens // self.page_size)
-        window = self.windows[group]
-        if window is None:
-            return pages
-        return min(pages, -(-(window + self._longest_chunk) // self.page_size) + 1)
+        return min(-(-num_tokens // self.page_size), self._most[group])
 
     def capacity(self) -> int:
-        """Tokens of the longest sequence that fits into the empty pools."""
-        longest = 2**31 - 1
-        for group, pool in enumerate(self.pools):
-            if self.pages_at_once(group, longest) > pool.num_usable:
-                longest = min(longest, pool.num_usable * self.page_size)
-        return longest
+        """Tokens of the longest sequence that can go on alone in the empty pools."""
+        least = dict(enumerate([_UNLIMITED] * len(self.pools)))
+        for group, window in self._windows:
+            # To go on by one token: the pages under its window, which may begin inside a page.
+            least[group] = -(-(window - 1) // self.page_size) + 1
+        short = [pool.num_usable for group, pool in enumerate(self.pools) if pool.num_usable < least[group]]
+        return min(short) * self.page_size if short else _UNLIMITED
 
-    def missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages beyond the free ones that the first `num_tokens` tokens need, over all groups; 0 when they fit."""
-        lack = 0
-        for pool, pages in zip(self.pools, sequence.pages, strict=True):
-            need = -(-num_tokens // self.page_size) - len(pages)
-            lack += max(need - pool.num_free, 0)
-        return lack
+    def has_pages(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a sequence already holds the pages of its first `num_tokens` tokens."""
+        return not sequence.pages or num_tokens <= len(sequence.pages[0]) * self.page_size
 
     def fitting(self, sequence: Sequence) -> int:
         """Tokens of a sequence that its own pages and the free ones hold."""
         if not self.pools:
-            return 2**31 - 1
-        return min(
-            (len(pages) + pool.num_free) * self.page_size
-            for pool, pages in zip(self.pools, sequence.pages, strict=True)
-        )
+            return _UNLIMITED
+        return (len(sequence.pages[0]) + min(pool.num_free for pool in self.pools)) * self.page_size
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a running sequence the pages of its first `num_tokens` tokens; they must be free."""
+        if self.has_pages(sequence, num_tokens):
+            return
         assert sequence.slot is not None
         for group, (pool, pages) in enumerate(zip(self.pools, sequence.pages, strict=True)):
-            need = -(-num_tokens // self.page_size) - len(pages)
-            if need > 0:
-                fresh = pool.allocate(need)
-                self._rows.pages[group, sequence.slot, len(pages) : len(pages) + need] = fresh
-                pages.extend(fresh)
+            held = len(pages)
+            fresh = pool.allocate(-(-num_tokens // self.page_size) - held)
+            self._rows.pages[group, sequence.slot, held : held + len(fresh)] = fresh
+            pages.extend(fresh)
 
     def pass_window(self, sequence: Sequence, position: int) -> None:
         """Give back pages that no token from `position` on can see."""
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
-            passed = min(max(position - window + 1, 0) // self.page_size, len(sequence.pages[group]))
+        for group, window in self._windows:
             first = sequence.num_passed[group]
+            passed = (position - window + 1) // self.page_size
             if passed <= first:
                 continue
             pages = sequence.pages[group]
+            passed = min(passed, len(pages))
             self.pools[group].release(page for page in pages[first:passed] if page)
             pages[first:passed] = [0] * (passed - first)
             sequence.num_passed[group] = passed

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from xjax.scheduler.penalties import Pairs
 from xjax.scheduler.sequence import Sequence
 
 
@@ -33,21 +34,6 @@ class Chunk:
     def length(self) -> int:
         """Tokens in the chunk."""
         return len(self.token_ids)
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Sparse penalties and biases of one row.
-
-    ids      [z] int32
-    counts   [z] int32, as `Sampled.pair_count` has them
-    biases   [z] float32
-    """
-
-    row: int
-    ids: np.ndarray
-    counts: np.ndarray
-    biases: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,14 @@ class RowTable:
         columns["sample_id"][slot] = sequence.sample_id
         columns["top_k"][slot] = max(sampling.top_k, 0)
         columns["want_logprobs"][slot] = sampling.logprobs is not None
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        ):
             columns[name][slot] = getattr(sampling, name)
         for group, pages in enumerate(sequence.pages):
             self.pages[group, slot] = 0

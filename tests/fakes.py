@@ -1,0 +1,348 @@
+"""Stand-ins that the scheduler, engine and server are tested with.
+
+`FakeModel` is a model whose next token can be computed by hand. Its cache entry of a token is a
+hash of the token and of the entries that the token can see, in each page group through that
+group's window, as keys and values of deep layers are; so one wrong, stale or missing entry read
+anywhere changes every later token. `FakeDevice` runs `Plan`s with it on numpy pages; `FakeLoop`
+is the engine's loop around a scheduler.
+"""
+
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from xjax.config import SchedulerConfig
+from xjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from xjax.scheduler import Plan, Scheduler, StepResult
+
+POISON = 0xDEADBEEF
+FLOAT_COLUMNS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """The rule of the fake; `nan_token` as the last input makes the logits not finite."""
+
+    windows: tuple[int | None, ...]
+    vocab: int = 127
+    nan_token: int = 126
+
+    def entry(self, token: int, position: int, seen: list[np.ndarray]) -> int:
+        """Cache entry of a token; `seen` by group are the entries before it that it sees."""
+        value = zlib.crc32(struct.pack("<ii", token, position))
+        for entries in seen:
+            value = zlib.crc32(entries.tobytes(), value)
+        return value
+
+    def seen(self, entries: np.ndarray, group: int, position: int) -> np.ndarray:
+        """Of the entries of a sequence in a group, those before `position` that it sees."""
+        window = self.windows[group]
+        return entries[0 if window is None else max(position - window + 1, 0) : position]
+
+    def choose(
+        self,
+        entry: int,
+        position: int,
+        *,
+        columns: tuple[float, ...],
+        counts: dict[int, int] | None,
+        biases: dict[int, float],
+    ) -> int:
+        """The next token; `counts` are those that penalties read, -inf biases ban."""
+        value = zlib.crc32(struct.pack(f"<i{len(columns)}d", position, *columns), entry)
+        if counts is not None:
+            value = zlib.crc32(repr(sorted(counts.items())).encode(), value)
+        finite = sorted((i, bias) for i, bias in biases.items() if bias != -np.inf)
+        value = zlib.crc32(repr(finite).encode(), value)
+        token = value % self.vocab
+        while biases.get(token) == -np.inf:
+            token = (token + 1) % self.vocab
+        return token
+
+    def logprobs(self, entry: int, target: int, count: int) -> TokenLogprobs:
+        """Log-probabilities of `target` after the token with this entry."""
+        value = zlib.crc32(struct.pack("<i", target), entry)
+        top = tuple(((value + i) % self.vocab, -float(i)) for i in range(count))
+        return TokenLogprobs(-(value % 4096) / 64, value % self.vocab + 1, top)
+
+
+@dataclass
+class Answer:
+    """What one sample should come to."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+def _columns(sampling: SamplingParams, sample_id: int) -> tuple[float, ...]:
+    seed = (sampling.seed or 0) % 2**64
+    floats = [float(np.float32(getattr(sampling, name))) for name in FLOAT_COLUMNS]
+    return (seed % 2**32, seed >> 32, sample_id, max(sampling.top_k, 0), *floats)
+
+
+def answer_alone(model: FakeModel, request: Request, sample_id: int, longest: int) -> Answer:
+    """Work out a sample by hand: no pages, no batch, no scheduler."""
+    sampling, tokens, entries, answer = request.sampling, list(request.prompt_ids), [], Answer()
+    num_prompt = len(tokens)
+    room = longest - num_prompt
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    eos = set() if sampling.ignore_eos else set(request.eos_ids)
+    stops = eos | set(sampling.stop_token_ids)
+    has_counts = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
+    while answer.reason is None:
+        while len(entries) < len(tokens):
+            position, array = len(entries), np.array(entries, np.uint32)
+            seen = [model.seen(array, group, position) for group in range(len(model.windows))]
+            entries.append(model.entry(tokens[position], position, seen))
+        if tokens[-1] == model.nan_token:
+            answer.reason = FinishReason.ERROR
+            break
+        output = tokens[num_prompt:]
+        counts = {token: output.count(token) for token in tokens} if has_counts else None
+        biases = dict(sampling.logit_bias)
+        if len(output) < sampling.min_tokens:
+            biases.update(dict.fromkeys(stops, -np.inf))
+        token = model.choose(
+            entries[-1], len(tokens), columns=_columns(sampling, sample_id), counts=counts, biases=biases
+        )
+        if sampling.logprobs is not None:
+            answer.logprobs.append(model.logprobs(entries[-1], token, sampling.logprobs))
+        tokens.append(token)
+        answer.token_ids.append(token)
+        if token in stops:
+            answer.reason = FinishReason.STOP
+        elif len(answer.token_ids) == max_tokens:
+            answer.reason = FinishReason.LENGTH
+    if sampling.prompt_logprobs is not None and sample_id == 0:
+        scored = [model.logprobs(entries[i - 1], tokens[i], sampling.prompt_logprobs) for i in range(1, num_prompt)]
+        answer.prompt_logprobs = [None, *scored]
+    return answer
+
+
+class DeviceFailure(Exception):
+    """The fake device could not run a step."""
+
+
+class FakeDevice:
+    """Runs plans in the order given, on pages of cache entries."""
+
+    def __init__(self, config: SchedulerConfig, model: FakeModel) -> None:
+        self.config, self.model = config, model
+        self.pages: list[np.ndarray] = []
+        self.last_token = np.empty(0, np.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """Lose all contents."""
+        size = self.config.page_size
+        self.pages = [np.full((count, size), POISON, np.uint32) for count in self.config.num_pages]
+        self.last_token = np.full(self.config.max_num_seqs, -1)
+
+    def poison(self, group: int, pages: list[int]) -> None:
+        """Spoil pages that nobody may read any more."""
+        self.pages[group][pages] = POISON
+
+    def run(self, plan: Plan) -> StepResult:
+        """Compute a step and feed its tokens back."""
+        self._check_shape(plan)
+        inputs: list[tuple[int, list[int]]] = []  # start and tokens by row
+        for row in range(plan.num_decode):
+            known = int(plan.token_ids[row])
+            token = int(self.last_token[plan.slots[row]]) if known < 0 else known
+            inputs.append((int(plan.positions[row]), [token]))
+        inputs += [(chunk.start, chunk.token_ids.tolist()) for chunk in plan.chunks]
+        histories = [self._history(plan, row) for row in range(len(inputs))]  # reads before writes
+        for row, (start, tokens) in enumerate(inputs):
+            for position, token in enumerate(tokens, start):
+                self._compute(plan, row, histories[row], position, token)
+        return self._sample(plan, inputs, histories)
+
+    def _check_shape(self, plan: Plan) -> None:
+        shapes, rows = self.config.shapes, len(plan.sequences)
+        assert 0 < rows == plan.num_decode + len(plan.chunks) <= plan.num_rows
+        assert plan.num_rows in shapes.decode_rows
+        assert len(set(plan.slots.tolist())) == rows
+        assert (plan.prefill is None) == (not plan.chunks)
+        if plan.prefill is not None:
+            tokens, tile = plan.prefill
+            assert sum(-(-chunk.length // tile) for chunk in plan.chunks) <= tokens // tile
+            scored = sum(chunk.num_scored for chunk in plan.chunks)
+            assert scored == len(plan.scored_targets) <= shapes.num_scored[shapes.prefill.index(plan.prefill)]
+        assert sum(len(pairs.ids) for pairs in plan.pairs) <= shapes.num_pairs
+        for chunk in plan.chunks:
+            assert plan.recurrent_fresh is not None and plan.recurrent_fresh[chunk.row] == (chunk.start == 0)
+
+    def _history(self, plan: Plan, row: int) -> list[np.ndarray]:
+        return [pages[plan.tables[group, row]].reshape(-1) for group, pages in enumerate(self.pages)]
+
+    def _compute(self, plan: Plan, row: int, history: list[np.ndarray], position: int, token: int) -> None:
+        seen = [self.model.seen(entries, group, position) for group, entries in enumerate(history)]
+        entry = self.model.entry(token, position, seen)
+        page, offset = divmod(position, self.config.page_size)
+        for group, entries in enumerate(history):
+            entries[position] = entry
+            target = plan.tables[group, row, page]
+            if target:
+                self.pages[group][target, offset] = entry
+
+    def _sample(self, plan: Plan, inputs: list[tuple[int, list[int]]], histories: list[list[np.ndarray]]) -> StepResult:
+        num_sampled = plan.num_rows + len(plan.scored_targets)
+        token, flags = np.full(num_sampled, -9, np.int32), np.zeros(num_sampled, np.int32)
+        targets: list[tuple[int, int]] = [(0, 0)] * num_sampled  # entry and token
+        pairs_by_row = {pairs.row: pairs for pairs in plan.pairs}
+        for row, (start, tokens) in enumerate(inputs):
+            if not plan.samples[row]:
+                continue
+            last = start + len(tokens) - 1
+            entry = int(histories[row][0][last])
+            slot = plan.slots[row]
+            counts: dict[int, int] = {}
+            biases: dict[int, float] = {}
+            if row in pairs_by_row:
+                pairs = pairs_by_row[row]
+                lines = list(zip(pairs.ids.tolist(), pairs.counts.tolist(), pairs.biases.tolist(), strict=True))
+                counts = {i: count for i, count, _ in lines if count >= 0}
+                biases = {i: bias for i, count, bias in lines if count < 0}
+                assert len(counts) + len(biases) == len(lines), "an id is in the pairs twice"
+                if counts and plan.pending[row]:
+                    pending = int(self.last_token[slot])
+                    counts[pending] = counts.get(pending, 0) + 1
+            names = ("sample_id", "top_k", *FLOAT_COLUMNS)
+            columns = (*plan.columns["seed"][row].tolist(), *(float(plan.columns[name][row]) for name in names))
+            chosen = self.model.choose(entry, last + 1, columns=columns, counts=counts or None, biases=biases)
+            token[row], targets[row] = chosen, (entry, chosen)
+            flags[row] = int(tokens[-1] == self.model.nan_token)
+            self.last_token[slot] = chosen
+        place = plan.num_rows
+        for chunk in plan.chunks:
+            for i in range(chunk.num_scored):
+                entry = int(histories[chunk.row][0][chunk.start + i])
+                targets[place] = (entry, int(plan.scored_targets[place - plan.num_rows]))
+                place += 1
+        return self._result(plan, token, flags, targets)
+
+    def _result(self, plan: Plan, token: np.ndarray, flags: np.ndarray, targets: list[tuple[int, int]]) -> StepResult:
+        if not plan.full:
+            return StepResult(token, flags)
+        found = [self.model.logprobs(entry, target, 20) for entry, target in targets]
+        return StepResult(
+            token,
+            flags,
+            logprob=np.array([item.logprob for item in found], np.float32),
+            rank=np.array([item.rank for item in found], np.int32),
+            top_ids=np.array([[i for i, _ in item.top] for item in found], np.int32),
+            top_logprobs=np.array([[value for _, value in item.top] for item in found], np.float32),
+        )
+
+
+class FakeLoop:
+    """The engine's loop: commands, plan, dispatch, and only then the result of the step before.
+
+    now            the fake clock, one second a step
+    refused_steps  numbers of dispatches that raise at once
+    broken_steps   numbers of dispatches whose results turn out to be lost, with all pages
+    is_checked     whether the scheduler's own bookkeeping is verified after each step
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        model: FakeModel,
+        *,
+        lookahead: bool = True,
+        refused_steps: frozenset[int] = frozenset(),
+        broken_steps: frozenset[int] = frozenset(),
+        is_checked: bool = True,
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self.device = FakeDevice(config, model)
+        self.events: list[TokenEvent] = []
+        self.on_event: Callable[[TokenEvent], None] = lambda event: None
+        self.now = 0.0
+        self.num_dispatched = 0
+        self._lookahead, self._is_checked = lookahead, is_checked
+        self._refused, self._broken = refused_steps, broken_steps
+        self._pending: tuple[Plan, StepResult | None] | None = None
+        self._commands: list[Callable[[], list[TokenEvent]]] = []
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises what the scheduler raises."""
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """Post an abort."""
+        self._commands.append(lambda: self.scheduler.abort(request_id))
+
+    def finish(self, request_id: str, sample_id: int, num_tokens: int) -> None:
+        """Post an end that the text decided."""
+        self._commands.append(lambda: self.scheduler.finish(request_id, sample_id, num_tokens))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing lives and nothing is under way."""
+        return not self.scheduler.has_work and self._pending is None and not self._commands
+
+    def step(self) -> Plan | None:
+        """Go round the loop once."""
+        self.now += 1
+        commands, self._commands = self._commands, []
+        for command in commands:
+            self._emit(command())
+        self._emit(self.scheduler.expire(self.now))
+        if not self._lookahead:
+            self._settle()
+        plan = self.scheduler.plan()
+        current = self._dispatch(plan) if plan is not None else None
+        previous, self._pending = self._pending, current
+        self._commit(previous)
+        if plan is not None:
+            self.scheduler.observe(plan, 0.01)
+        if self._is_checked:
+            self.scheduler.check()
+        self._poison_free_pages()
+        return plan
+
+    def _dispatch(self, plan: Plan) -> tuple[Plan, StepResult | None] | None:
+        self.num_dispatched += 1
+        try:
+            if self.num_dispatched in self._refused:
+                raise DeviceFailure("refused")
+            result = self.device.run(plan)
+        except DeviceFailure as error:
+            self._emit(self.scheduler.fail(plan, str(error)))
+            return None
+        return plan, None if self.num_dispatched in self._broken else result
+
+    def _settle(self) -> None:
+        previous, self._pending = self._pending, None
+        self._commit(previous)
+
+    def _commit(self, step: tuple[Plan, StepResult | None] | None) -> None:
+        if step is None:
+            return
+        plan, result = step
+        if result is not None:
+            self._emit(self.scheduler.commit(plan, result))
+            return
+        self._emit(self.scheduler.fail(plan, "lost"))
+        if self._pending is not None:
+            self._emit(self.scheduler.fail(self._pending[0], "lost too"))
+            self._pending = None
+        self.device.reset()
+        self.scheduler.preempt_all()
+
+    def _emit(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self.events.append(event)
+            self.on_event(event)
+
+    def _poison_free_pages(self) -> None:
+        for group, pool in enumerate(self.scheduler._roster.book.pools):
+            self.device.poison(group, [page for page in range(pool.num_pages) if not pool.refs(page)])

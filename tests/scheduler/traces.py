@@ -1,0 +1,249 @@
+"""Random traces of requests, aborts, stops and failures, and the laws that a run of one must keep.
+
+A trace is a function of its seed. `run_trace` raises AssertionError at the first breach; with
+`is_checked=False` only what users see is looked at, so that a broken build must show in the text.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.fakes import Answer, FakeLoop, FakeModel, answer_alone
+from xjax.config import SchedulerConfig, StepShapes
+from xjax.errors import CapacityError
+from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
+from xjax.scheduler import Plan, Scheduler
+from xjax.scheduler.sequence import Status
+
+EOS, STOP_ID = 0, 1
+WINDOWS = ((None,), (None, 3), (5,), (None, 2, 7), (1, 4), (None, 1, 16), (None,), (None, 12))
+SHAPES = (((2, 1), (4, 2)), ((8, 4),), ((4, 2), (16, 4)), ((16, 4), (64, 16)), ((1, 1),), ((32, 8),))
+
+
+@dataclass
+class Trace:
+    """What happens when: steps are those of the loop."""
+
+    config: SchedulerConfig
+    model: FakeModel
+    arrivals: dict[int, list[Request]]
+    aborts: dict[int, list[str]]
+    text_stops: dict[tuple[str, int], tuple[int, int]]  # sample -> (tokens kept, steps too late)
+    refused_steps: frozenset[int] = frozenset()
+    broken_steps: frozenset[int] = frozenset()
+    lookahead: bool = True
+
+
+@dataclass
+class Run:
+    """What a trace came to."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    events: dict[tuple[str, int], list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))
+
+
+def make_config(rng: np.random.Generator, **changes: object) -> SchedulerConfig:
+    """A small engine: one to three page groups, tiny pools."""
+    windows = WINDOWS[rng.integers(len(WINDOWS))]
+    page_size = int(rng.choice([1, 4, 4, 16]))
+    max_model_len = int(rng.integers(20, 64))
+    prefill = SHAPES[rng.integers(len(SHAPES))]
+    whole = -(-max_model_len // page_size)
+    num_seqs = int(rng.integers(1, 7))
+    shapes = StepShapes(
+        decode_rows=tuple(sorted({1, min(3, num_seqs), num_seqs})),
+        prefill=prefill,
+        num_scored=tuple(min(tokens, 5) for tokens, _ in prefill),
+        num_pairs=max_model_len + 12,
+    )
+    values = {
+        "max_num_seqs": num_seqs,
+        "max_model_len": max_model_len,
+        "page_size": page_size,
+        "num_pages": tuple(2 + int(whole * rng.choice([0.6, 1.0, 1.3, 2.0])) for _ in windows),
+        "windows": windows,
+        "shapes": shapes,
+        "max_queue": int(rng.integers(3, 8)) if rng.random() < 0.3 else None,
+        "has_recurrent": bool(rng.random() < 0.15),
+    }
+    return SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def make_sampling(rng: np.random.Generator, room: int) -> SamplingParams:
+    """Parameters of every kind that the scheduler has to do with."""
+    max_tokens = int(rng.choice([rng.integers(1, 10), rng.integers(10, 40)])) if rng.random() < 0.9 else None
+    most = min(room, max_tokens or room)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=int(rng.integers(0, most + 1)) if rng.random() < 0.3 else 0,
+        temperature=float(rng.choice([0.0, 0.7, 1.0])),
+        top_k=int(rng.choice([-1, 0, 7])),
+        repetition_penalty=1.3 if rng.random() < 0.25 else 1.0,
+        presence_penalty=0.5 if rng.random() < 0.2 else 0.0,
+        logit_bias={STOP_ID: 3.0, 9: -2.0} if rng.random() < 0.2 else {},
+        seed=int(rng.integers(2**62)),
+        n=int(rng.integers(2, 7)) if rng.random() < 0.3 else 1,
+        stop_token_ids=(STOP_ID,) if rng.random() < 0.5 else (),
+        ignore_eos=bool(rng.random() < 0.3),
+        logprobs=int(rng.integers(0, 4)) if rng.random() < 0.3 else None,
+        prompt_logprobs=int(rng.integers(0, 4)) if rng.random() < 0.2 else None,
+    )
+
+
+def make_trace(seed: int) -> Trace:
+    """The trace of a seed."""
+    rng = np.random.default_rng(seed)
+    config = make_config(rng)
+    longest = Scheduler(config).longest
+    model = FakeModel(config.windows)
+    arrivals: dict[int, list[Request]] = defaultdict(list)
+    aborts: dict[int, list[str]] = defaultdict(list)
+    text_stops: dict[tuple[str, int], tuple[int, int]] = {}
+    has_priorities = rng.random() < 0.4
+    for number in range(int(rng.integers(3, 12))):
+        name = f"r{number}"
+        step = int(rng.integers(0, 30))
+        kind = rng.random()
+        low, high = (1, longest) if kind < 0.3 else (1, max(longest // 4, 2))
+        num_prompt = longest - 1 if kind > 0.97 else int(rng.integers(low, high))
+        sampling = make_sampling(rng, longest - num_prompt)
+        request = Request(
+            request_id=name,
+            prompt_ids=tuple(int(i) for i in rng.integers(2, model.nan_token, num_prompt)),
+            sampling=sampling,
+            eos_ids=frozenset({EOS}),
+            priority=int(rng.integers(0, 3)) if has_priorities else 0,
+            arrival=float(step),
+            max_queue_time=float(rng.integers(2, 25)) if rng.random() < 0.15 else None,
+        )
+        arrivals[step].append(request)
+        if rng.random() < 0.25:
+            aborts[step + int(rng.integers(0, 40))].append(name)
+        if rng.random() < 0.25:
+            sample = int(rng.integers(sampling.n))
+            text_stops[name, sample] = (int(rng.integers(1, 10)), int(rng.integers(0, 4)))
+    failing = rng.random() < 0.3
+    numbers = [frozenset(rng.integers(1, 60, 2).tolist()) if failing else frozenset() for _ in range(2)]
+    return Trace(config, model, arrivals, aborts, text_stops, *numbers, lookahead=bool(rng.random() < 0.8))
+
+
+def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
+    """Play a trace to its end and check every law."""
+    loop = FakeLoop(
+        trace.config,
+        trace.model,
+        lookahead=trace.lookahead,
+        refused_steps=trace.refused_steps,
+        broken_steps=trace.broken_steps,
+        is_checked=is_checked,
+    )
+    run, accepted, due = Run(), {}, defaultdict(list)
+    seen: Counter[tuple[str, int]] = Counter()
+
+    def on_event(event: TokenEvent) -> None:
+        key = (event.request_id, event.sample_id)
+        run.events[key].append(event)
+        kept, late = trace.text_stops.get(key, (0, 0))
+        before, seen[key] = seen[key], seen[key] + len(event.token_ids)
+        if kept and before < kept <= seen[key]:
+            due[step + late].append((*key, kept))
+
+    loop.on_event = on_event
+    last = max([*trace.arrivals, *trace.aborts])
+    step, work = 0, 0
+    while step <= last or not loop.is_idle:
+        for request in trace.arrivals.get(step, ()):
+            try:
+                loop.submit(request)
+            except CapacityError:
+                run.counts["refused_requests"] += 1
+                continue
+            accepted[request.request_id] = request
+            tokens = len(request.prompt_ids) + _max_tokens(request, loop.scheduler.longest)
+            work += request.sampling.n * tokens
+        for name in trace.aborts.get(step, ()):
+            run.counts[f"aborts_{_state(loop.scheduler, name)}"] += 1
+            loop.abort(name)
+        for name, sample_id, kept in due.pop(step, ()):
+            run.counts["text_stops"] += 1
+            loop.finish(name, sample_id, kept)
+        oldest = loop.scheduler._roster.running[:1]
+        plan = loop.step()
+        for name in trace.aborts.get(step, ()):
+            assert name not in loop.scheduler._roster.groups, "an abort left something behind"
+        if is_checked:
+            _check_oldest(plan, oldest, run)
+        step += 1
+        assert step < last + 50 + 6 * work, "somebody starves"
+    _check_end(loop, run)
+    for request in accepted.values():
+        for sample_id in range(request.sampling.n):
+            answer = answer_alone(trace.model, request, sample_id, loop.scheduler.longest)
+            check_events(request, run.events[request.request_id, sample_id], answer)
+            run.counts[f"ends_{run.events[request.request_id, sample_id][-1].finish_reason}"] += 1
+    return run
+
+
+def _max_tokens(request: Request, longest: int) -> int:
+    room = longest - len(request.prompt_ids)
+    return min(request.sampling.max_tokens or room, room)
+
+
+def _state(scheduler: Scheduler, name: str) -> str:
+    """Where the first living sample of a request is."""
+    group = scheduler._roster.groups.get(name)
+    if group is None:
+        return "gone"
+    sequence = group.live[0]
+    if sequence.status is Status.RUNNING:
+        return "decoding" if sequence.is_decoding else "prefilling"
+    return "preempted" if group.has_started else "queued"
+
+
+def _check_oldest(plan: Plan | None, oldest: list, run: Run) -> None:
+    """The oldest that ran, or one before it, is in the plan, unless its last token is under way."""
+    for sequence in oldest:
+        if sequence.status is Status.RUNNING and not sequence.is_exhausted:
+            in_plan = plan is not None and any(item.order <= sequence.order for item in plan.sequences)
+            assert in_plan, "the oldest does not progress"
+            run.counts["oldest_checked"] += 1
+
+
+def _check_end(loop: FakeLoop, run: Run) -> None:
+    stats = loop.scheduler.stats()
+    assert (stats["running"], stats["waiting"], stats["queued_requests"]) == (0, 0, 0)
+    for group in range(len(loop.scheduler.config.num_pages)):
+        assert stats[f"pages_used_{group}"] == 0, "pages are lost"
+    run.counts.update({name: int(value) for name, value in stats.items() if name in loop.scheduler._counts})
+
+
+def check_events(request: Request, events: list[TokenEvent], answer: Answer) -> None:
+    """Events of one sample are in order, end once, and tell what the sample gives alone."""
+    assert events, "a sample without an event"
+    *before, final = events
+    assert all(event.finish_reason is None for event in before), "something follows the end"
+    assert final.finish_reason is not None, "a sample without an end"
+    tokens = [token for event in events for token in event.token_ids]
+    assert tokens == answer.token_ids[: len(tokens)], "the text is not that of the sequence alone"
+    logprobs = [item for event in events for item in event.logprobs]
+    assert logprobs == answer.logprobs[: len(tokens)]
+    first = [event for event in events if event.token_ids][:1]
+    for event in first:
+        scores = list(event.prompt_logprobs) if event.prompt_logprobs is not None else None
+        assert scores == answer.prompt_logprobs
+    assert [event.num_cached_tokens for event in events if event.token_ids] == [0, *[None] * (len(tokens) - 1)][
+        : len(tokens)
+    ]
+    if final.finish_reason is FinishReason.LENGTH or final.token_ids or _is_nan(final):
+        assert (tokens, final.finish_reason) == (answer.token_ids, answer.reason), "it ended too early or too late"
+    if final.finish_reason is FinishReason.ERROR:
+        assert final.error
+        if "queue" in final.error:
+            assert not tokens
+    is_stop_id = final.finish_reason is FinishReason.STOP and bool(final.token_ids)
+    assert final.stop_token_id == (tokens[-1] if is_stop_id else None)
+
+
+def _is_nan(event: TokenEvent) -> bool:
+    return event.error is not None and "finite" in event.error

@@ -1,0 +1,165 @@
+"""Decides one step: who computes how many tokens, who is admitted, who yields its pages.
+
+    1. decodes, oldest first; each may make the youngest yield
+    2. admissions, unless somebody just had to yield
+    3. prefill chunks, oldest first, in the shape that takes most tokens for its cost
+
+Out of pages: pages held only for sharing go first, then the youngest of the lowest priority is
+preempted. Only a younger one ever yields to an older one, so the oldest always progresses.
+"""
+
+from xjax.config import SchedulerConfig
+from xjax.scheduler.builder import Draft
+from xjax.scheduler.chunks import choose_prefill, divide
+from xjax.scheduler.plan import Plan
+from xjax.scheduler.roster import Roster
+from xjax.scheduler.sequence import Sequence, Status
+
+
+class Planner:
+    """Drafts steps over a roster; learns how long prefill takes."""
+
+    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
+        self._config = config
+        self._shapes = config.shapes.prefill
+        self._roster = roster
+        self._book = roster.book
+        self._counts = roster.counts
+        self._seconds_per_token: float | None = None
+
+    def draft(self) -> Draft:
+        """Choose the sequences of the next step and give them their pages."""
+        draft = Draft(self._config.shapes)
+        preempted = self._counts["preemptions"]
+        self._draft_decodes(draft)
+        if self._counts["preemptions"] == preempted:
+            self._admit()
+        self._draft_chunks(draft)
+        return draft
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Learn from how long a step took; only steps with prefill count."""
+        if plan.prefill is None:
+            return
+        sample = seconds / plan.prefill[0]
+        before = self._seconds_per_token
+        self._seconds_per_token = sample if before is None else 0.8 * before + 0.2 * sample
+
+    # ---- decodes ----
+
+    def _draft_decodes(self, draft: Draft) -> None:
+        book, longest = self._book, self._shapes[-1][0]
+        for sequence in tuple(self._roster.running):
+            if sequence.status is not Status.RUNNING:
+                continue
+            if not sequence.is_decoding:
+                # An older one about to end its prompt must find room for its pairs.
+                if sequence.num_left <= longest:
+                    draft.hold_pairs(sequence)
+                continue
+            if sequence.is_exhausted:
+                continue
+            num_tokens = sequence.num_computed + 1
+            book.pass_window(sequence, sequence.num_computed)
+            if draft.hold_pairs(sequence) and self._make_room(sequence, num_tokens, draft):
+                book.grow(sequence, num_tokens)
+                draft.add(sequence, 1)
+            else:
+                self._counts["stalls"] += 1
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
+        """Let younger ones yield until the first `num_tokens` tokens of `sequence` have pages."""
+        book, roster = self._book, self._roster
+        while not book.has_pages(sequence, num_tokens) and book.fitting(sequence) < num_tokens:
+            if roster.drop_shared():
+                continue
+            victim = roster.running[-1]
+            if victim is sequence:
+                return False
+            draft.remove(victim)
+            roster.preempt(victim)
+        return True
+
+    # ---- admission ----
+
+    def _admit(self) -> None:
+        roster, rows = self._roster, self._roster.rows
+        if not len(roster.line) or not rows.num_free:
+            return
+        promised = [0] * len(self._book.pools)
+        for sequence in roster.running:
+            promised = _sum(promised, self._still_needs(sequence))
+        passed: list[Sequence] = []
+        for sequence in roster.line.front():
+            if not rows.num_free:
+                break
+            if sequence.in_flight:  # its last token is not known yet
+                continue
+            total = _sum(promised, self._still_needs(sequence))
+            if roster.running and any(
+                n > pool.num_free for n, pool in zip(total, self._book.pools, strict=True)
+            ):
+                if roster.line.is_starved(sequence):
+                    break
+                passed.append(sequence)
+                continue
+            for other in passed:
+                other.num_bypassed += 1
+            self._counts["bypasses"] += bool(passed)
+            promised = total
+            roster.admit(sequence)
+
+    def _still_needs(self, sequence: Sequence) -> list[int]:
+        """Pages by group that a sequence needs for its tokens, with a page of room to decode into."""
+        most = sequence.num_prompt + sequence.max_tokens
+        num_tokens = min(sequence.num_expected + 1 + self._config.page_size, most)
+        needs = []
+        for group, pages in enumerate(sequence.pages):
+            if sequence.slot is None:
+                held = self._roster.group_of(sequence).num_held(group)
+            else:
+                held = len(pages) - sequence.num_passed[group]
+            needs.append(max(self._book.pages_at_once(group, num_tokens) - held, 0))
+        return needs
+
+    # ---- prefill ----
+
+    def _draft_chunks(self, draft: Draft) -> None:
+        waiting = [item for item in self._roster.running if not item.is_decoding]
+        if not waiting:
+            return
+        limit = self._shapes[-1][0]
+        if draft.counts and self._seconds_per_token:
+            limit = int(self._config.step_time_target / self._seconds_per_token)
+        most_scored = self._config.shapes.num_scored[-1]
+        lengths = [s.num_left if s.num_unscored <= most_scored else most_scored for s in waiting]
+        draft.shape_id = choose_prefill(lengths, self._shapes, limit)
+        scored = self._config.shapes.num_scored[draft.shape_id]
+        for sequence, count in zip(waiting, divide(lengths, *self._shapes[draft.shape_id]), strict=True):
+            if sequence.status is not Status.RUNNING:
+                continue
+            if sequence.num_unscored > scored:
+                count = min(count, scored)
+            if count == sequence.num_left and not draft.hold_pairs(sequence):
+                count -= 1
+            if count:
+                count = self._room_for_chunk(sequence, count, draft)
+            if not count:
+                self._counts["stalls"] += 1
+                continue
+            self._counts["chunk_splits"] += count < sequence.num_left
+            scored -= min(count, sequence.num_unscored)
+            self._book.grow(sequence, sequence.num_computed + count)
+            draft.add(sequence, count)
+
+    def _room_for_chunk(self, sequence: Sequence, count: int, draft: Draft) -> int:
+        """Tokens of at most `count` that get pages, after others yielded where none would."""
+        start = sequence.num_computed
+        self._book.pass_window(sequence, self._roster.group_of(sequence).horizon(sequence))
+        if not self._make_room(sequence, start + 1, draft):
+            return 0
+        return min(count, self._book.fitting(sequence) - start)
+
+
+def _sum(left: list[int], right: list[int]) -> list[int]:
+    return [a + b for a, b in zip(left, right, strict=True)]
