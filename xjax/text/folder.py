@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 
 from xjax.checkpoints.metadata import read_optional_json
 from xjax.errors import LoadError
-from xjax.text.vocabulary.pieces import Kind, Pieces, build_pieces, check_pieces, register
 from xjax.text.vocabulary.gguf import Specials
+from xjax.text.vocabulary.pieces import Kind, Pieces, build_pieces, check_pieces, register
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
