@@ -124,7 +124,7 @@ class EngineOptions:
     generation_config: str = _option("auto", "take sampling defaults from the model or not", choices=("auto", "none"))
     seed: int = _option(0, "seed of requests that name none; each request draws its own", low=0, high=2**63 - 1)
     compile_cache: str | None = _option(
-        None, "folder of compiled programs; 'none' for no cache; default: on for the command line, off in Python"
+        None, "absolute folder of compiled programs, 'auto' or 'none'; default: auto on the command line, none in Python"
     )
 
     def __post_init__(self) -> None:

@@ -7,7 +7,8 @@ This module knows no text, no pages and no arrays.
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from xjax.errors import RequestError
 
@@ -81,6 +82,22 @@ class SamplingParams:
         self._check_counts()
         self._check_numbers()
         self._check_lists()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are used as they are: no penalties, bias, bans or log-probabilities."""
+        is_shaped = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        return not (
+            is_shaped
+            or self.logit_bias
+            or self.min_tokens
+            or self.logprobs is not None
+            or self.prompt_logprobs is not None
+        )
+
+    def replace(self, **changes: Any) -> "SamplingParams":
+        """Copy with some fields changed, checked again."""
+        return replace(self, **changes)
 
     def _check_counts(self) -> None:
         _require(

@@ -96,10 +96,11 @@ def load_model(
 def plan_engine(model: Model, options: EngineOptions, *, device: jax.Device, available: int | None = None) -> EnginePlan:
     """Decide shapes, pages and state from a model and options that `with_defaults` has filled in.
 
-    available   bytes to plan with beside the parameters, which are there already; default: ask
+    available   bytes to plan with, parameters included; default: ask the device, which holds them already
     """
     assert options.page_size is not None and options.prefill_chunk_size is not None
     spec, longest = model.spec, model.config.max_context
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     if options.max_model_len is not None:
         if options.max_model_len > longest:
             raise LoadError(f"--max-model-len {options.max_model_len} is above the model's context, {longest}")
@@ -113,8 +114,8 @@ def plan_engine(model: Model, options: EngineOptions, *, device: jax.Device, ava
     empty = build(num_pages=(0,) * len(groups))
     memory = plan_memory(
         spec,
-        available=available_bytes(device) if available is None else available,
-        weights=0,  # in memory already, and so not in what is available
+        available=available_bytes(device) + weights if available is None else available,
+        weights=weights,
         activations=activation_bytes(model, shapes),
         num_programs=len(shapes.decode_rows) + len(shapes.prefill),
         max_model_len=longest,

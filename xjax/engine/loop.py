@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 from xjax.backend import EventSink
 from xjax.config import SchedulerConfig
 from xjax.engine.metrics import EngineMetrics
-from xjax.engine.pack import pack, shape_of, unpack_result
+from xjax.engine.pack import first_shapes, pack, shape_of, unpack_result
 from xjax.engine.warmup import ProgramTable
 from xjax.errors import CapacityError, EngineError, RequestError, XjaxError
 from xjax.request import FinishReason, Request, TokenEvent
@@ -91,6 +91,15 @@ class Engine:
 
     # ---- Backend: any thread ----
 
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Start to compile what these requests will need first, before they are submitted; returns at once."""
+        if not requests:
+            return
+        full = not all(request.sampling.is_plain for request in requests)
+        lengths = [len(request.prompt_ids) for request in requests]
+        samples = sum(request.sampling.n for request in requests)
+        self.table.prepare(first_shapes(self.config, lengths, samples, full=full))
+
     @property
     def longest(self) -> int:
         """Tokens of prompt plus answer that the longest single request may have."""
@@ -105,8 +114,8 @@ class Engine:
             if request.request_id in self._sinks:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
             limit = self.config.max_queue
-            if limit is not None and self._scheduler.num_waiting + len(self._commands) + request.sampling.n > limit:
-                raise CapacityError(f"the queue is full ({limit} waiting); try again later")
+            if limit is not None and self._scheduler.num_queued + len(self._commands) >= limit:
+                raise CapacityError(f"the queue is full ({limit} requests wait); try again later")
             self._sinks[request.request_id] = (on_event, request.sampling.n)
             self._commands.append(lambda: self._accept(request))
             self._wake.notify()

@@ -3,15 +3,18 @@
 The only place that knows both the plan and the packed layout. numpy alone.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from xjax.config import SchedulerConfig
 from xjax.engine.step import output_fields
 from xjax.scheduler import Plan, StepResult
+from xjax.scheduler.chunks import choose_prefill
 from xjax.state.batch import BatchShape, Packed
 from xjax.state.recurrent import zero_slot
 
-__all__ = ["pack", "shape_of", "shapes_of", "unpack_result"]
+__all__ = ["first_shapes", "pack", "shape_of", "shapes_of", "unpack_result"]
 
 
 def shape_of(plan: Plan, config: SchedulerConfig) -> BatchShape:
@@ -29,6 +32,21 @@ def shapes_of(config: SchedulerConfig) -> list[BatchShape]:
     for full in (False, True):
         found += [_shape(config, shapes.decode_rows[-1], i, full=full) for i in range(len(shapes.prefill))]
         found += [_shape(config, rows, None, full=full) for rows in shapes.decode_rows]
+    return found
+
+
+def first_shapes(
+    config: SchedulerConfig, lengths: Sequence[int], samples: int, *, full: bool
+) -> list[BatchShape]:
+    """The mixed and the decode shape that prompts of these lengths will ask for first."""
+    shapes = config.shapes
+    prefill_id = choose_prefill(lengths, shapes.prefill, shapes.prefill[-1][0])
+    rows = next((size for size in shapes.decode_rows if size >= samples), shapes.decode_rows[-1])
+    found = [_shape(config, shapes.decode_rows[-1], prefill_id, full=full), _shape(config, rows, None, full=full)]
+    rest = lengths[0] % shapes.prefill[prefill_id][0]
+    if len(lengths) == 1 and rest and lengths[0] > shapes.prefill[prefill_id][0]:
+        last = choose_prefill([rest], shapes.prefill, shapes.prefill[-1][0])
+        found.append(_shape(config, shapes.decode_rows[-1], last, full=full))
     return found
 
 

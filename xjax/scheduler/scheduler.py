@@ -41,31 +41,40 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError or CapacityError; then nothing has changed."""
-        num_prompt, sampling = len(request.prompt_ids), request.sampling
+        self.validate(request)
         if request.request_id in self._roster.groups:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        queue = self.config.max_queue
+        if queue is not None and self._roster.num_queued >= queue:
+            raise CapacityError(f"the queue is full ({queue} requests wait); try again later")
+        room = self.longest - len(request.prompt_ids)
+        wanted = request.sampling.max_tokens
+        max_tokens = room if wanted is None else min(wanted, room)
+        group = self._roster.enter(request, max_tokens=max_tokens)
+        if request.max_queue_time is not None:
+            deadline = request.arrival + request.max_queue_time
+            heapq.heappush(self._deadlines, (deadline, group.sequences[0].order[-1], group))
+
+    def validate(self, request: Request) -> None:
+        """Raise RequestError for a prompt that can never run here; reads fixed values, so any thread may call."""
+        num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
             raise RequestError(
                 "the prompt is empty; give at least one token", code="empty_prompt", param="prompt"
             )
         if num_prompt >= self.longest:
-            why = (
-                "the context" if self.longest == self.config.max_model_len else "the page pool (--num-pages)"
-            )
+            in_context = self.longest == self.config.max_model_len
+            why = "the context" if in_context else "the page pool (--num-pages)"
             raise RequestError(
                 f"the prompt has {num_prompt} tokens; {why} holds {self.longest}, one of them for the answer",
                 code="context_length_exceeded",
                 param="prompt",
             )
-        queue = self.config.max_queue
-        if queue is not None and self._roster.num_queued >= queue:
-            raise CapacityError(f"the queue is full ({queue} requests wait); try again later")
-        room = self.longest - num_prompt
-        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        group = self._roster.enter(request, max_tokens=max_tokens)
-        if request.max_queue_time is not None:
-            deadline = request.arrival + request.max_queue_time
-            heapq.heappush(self._deadlines, (deadline, group.sequences[0].order[-1], group))
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait and of which nothing has run."""
+        return self._roster.num_queued
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End every sample of a request, whatever it is doing."""

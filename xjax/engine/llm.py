@@ -1,0 +1,308 @@
+"""`LLM`: a model, its text front and an engine in one object, for Python programs and the command line.
+
+    generate   prompts in, one result per prompt in order out
+    chat       the same for lists of messages, through the model's chat template
+    stream     one prompt, pieces as they are made
+
+Everything heavy is made by `engine.build`; this is the text front around it.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from xjax.checkpoints.checkpoint import open_checkpoint
+from xjax.checkpoints.hub import resolve
+from xjax.checkpoints.metadata import eos_ids, generation_defaults
+from xjax.config import EngineOptions, cache_home
+from xjax.engine.build import Progress, load_model, plan_engine, set_threads, start_engine, with_defaults
+from xjax.engine.outputs import RequestOutput, ResultBuilder, StreamChunk, failed, positions
+from xjax.errors import EngineError, LoadError, RequestError, XjaxError
+from xjax.request import FinishReason, Request, SamplingParams
+from xjax.text.answer import Answer, Delta
+from xjax.text.front import Front
+from xjax.text.template import load_template
+from xjax.text.tokenizer import load_tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+_MIX = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get distant seeds
+
+
+class LLM:
+    """A model ready to answer. Use it as a context manager, or call `close`.
+
+    model                 folder, file, or name on the hub; None for the default model
+    chat_template         file that replaces the model's own template
+    skip_tokenizer_init   serve token ids alone
+    progress              called with (what, done, total) while loading
+    options               any field of `EngineOptions`
+    Raises LoadError with one line when the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        revision: str | None = None,
+        chat_template: str | Path | None = None,
+        skip_tokenizer_init: bool = False,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        given = EngineOptions.from_mapping(options)
+        set_threads(given.threads)
+        home = cache_home()
+        fetch = None if progress is None else _fetch_progress(progress)
+        path = resolve(None if model is None else str(model), revision=revision, cache_dir=home, progress=fetch)
+        checkpoint = open_checkpoint(path)
+        device = jax.devices()[0]
+        self.options = with_defaults(given, device)
+        self._tokenizer, template = None, None
+        if not skip_tokenizer_init:
+            self._tokenizer = load_tokenizer(checkpoint, cache_dir=home)
+            template = load_template(checkpoint, override=None if chat_template is None else Path(chat_template))
+        self._eos_ids = eos_ids(checkpoint) | (self._tokenizer.eos_ids if self._tokenizer else frozenset())
+        self._front = None if self._tokenizer is None else Front(self._tokenizer, template, eos_ids=self._eos_ids)
+        self.has_chat_template = template is not None
+        self.generation_defaults = (
+            dict(generation_defaults(checkpoint)) if self.options.generation_config == "auto" else {}
+        )
+        self.model = load_model(checkpoint, dtype=self.options.dtype, device=device, progress=progress)
+        self.plan = plan_engine(self.model, self.options, device=device)
+        self.engine = start_engine(
+            self.model,
+            self.plan,
+            backend=self.options.kernels,
+            cache=_program_folder(self.options.compile_cache, home),
+            progress=progress,
+        )
+        self._serial = itertools.count()
+
+    # ---- many at once ----
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_result: Callable[[int, RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts; text gets the tokenizer's own special tokens, token ids are taken as they are.
+
+        on_result   called as results are complete, with their index; on another thread
+        returns     one result a prompt, in order; a prompt that failed has `error` set
+        """
+        many = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
+        return self._run_all([(prompt, partial(self._encode, prompt)) for prompt in many], params, on_result)  # type: ignore[arg-type]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        on_result: Callable[[int, RequestOutput], None] | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of {"role", "content"}; see `generate`."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        many: list[Messages] = [messages] if is_one else list(messages)  # type: ignore[list-item,arg-type]
+        encode = partial(self._encode_chat, tools=tools, **template_kwargs)
+        return self._run_all([(None, partial(encode, item)) for item in many], params, on_result)
+
+    def _run_all(
+        self,
+        jobs: Sequence[tuple[Any, Callable[[], list[int]]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        on_result: Callable[[int, RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
+        if isinstance(params, SamplingParams) or params is None:
+            params = [params or self.default_params()] * len(jobs)
+        if len(params) != len(jobs):
+            raise RequestError(f"{len(jobs)} prompts but {len(params)} sampling params", param="params")
+        results: list[RequestOutput | None] = [None] * len(jobs)
+        all_done, open_jobs = threading.Event(), set(range(len(jobs)))
+        lock, submitted = threading.Lock(), []
+
+        def settle(i: int, result: RequestOutput) -> None:
+            results[i] = result
+            if on_result is not None:
+                on_result(i, result)
+            with lock:
+                open_jobs.discard(i)
+                if not open_jobs:
+                    all_done.set()
+
+        ready: list[tuple[int, Request, str | None]] = []
+        for i, (prompt, encode) in enumerate(jobs):
+            text = prompt if isinstance(prompt, str) else None
+            try:
+                ready.append((i, self._request(encode(), params[i]), text))
+            except XjaxError as error:
+                settle(i, failed(self._next_id(), text, error))
+        self._prepare([request for _, request, _ in ready])
+        try:
+            for i, request, text in ready:
+                builder = ResultBuilder(request, text, self._tokenizer)
+                answer = Answer(request, self._tokenizer, self.engine, _folding(builder, partial(settle, i)))
+                try:
+                    self.engine.submit(request, answer)
+                    submitted.append(request.request_id)
+                except XjaxError as error:
+                    settle(i, failed(request.request_id, text, error))
+            while jobs and not all_done.wait(1.0):
+                pass  # woken now and then so that Ctrl-C is heard
+        except BaseException:
+            for request_id in submitted:
+                self.engine.abort(request_id)
+            raise
+        return [result for result in results if result is not None]
+
+    # ---- one at a time ----
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> Iterator[StreamChunk]:
+        """Yield the pieces of an answer as they are made; closing the iterator aborts the request.
+
+        prompt   text, token ids or a list of messages
+        Raises RequestError at once for a prompt that cannot be served.
+        """
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            ids = self._encode_chat(prompt, tools=tools, **template_kwargs)  # type: ignore[arg-type]
+        else:
+            ids = self._encode(prompt)  # type: ignore[arg-type]
+        request = self._request(ids, params or self.default_params())
+        self._prepare([request])
+        deltas: SimpleQueue[Delta] = SimpleQueue()
+        self.engine.submit(request, Answer(request, self._tokenizer, self.engine, deltas.put))
+        return self._chunks(request, deltas)
+
+    def _chunks(self, request: Request, deltas: SimpleQueue[Delta]) -> Iterator[StreamChunk]:
+        num_open, cached = request.sampling.n, 0
+        try:
+            while num_open:
+                delta = deltas.get()
+                cached = max(cached, delta.num_cached_tokens or 0)
+                num_open -= delta.finish_reason is not None
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise EngineError(delta.error or "the request failed")
+                yield StreamChunk(
+                    sample_id=delta.sample_id,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    logprobs=tuple(positions(delta.token_ids, delta.logprobs, self._tokenizer)),
+                    finish_reason=None if delta.finish_reason is None else str(delta.finish_reason),
+                    stop_reason=delta.stop_reason,
+                    num_prompt_tokens=len(request.prompt_ids),
+                    num_cached_tokens=cached,
+                )
+        finally:
+            if num_open:
+                self.engine.abort(request.request_id)
+
+    # ---- parts ----
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, None with `skip_tokenizer_init`."""
+        return self._tokenizer
+
+    @property
+    def front(self) -> Front:
+        """The text front. Raises RequestError with `skip_tokenizer_init`."""
+        if self._front is None:
+            raise RequestError("this model was loaded without a tokenizer; give token ids", param="prompt")
+        return self._front
+
+    def default_params(self) -> SamplingParams:
+        """Sampling as the model's generation_config recommends it."""
+        return SamplingParams(**self.generation_defaults)
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters and gauges of the engine."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Stop the engine; requests still running end with an error."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next_id(self) -> str:
+        return f"llm-{next(self._serial)}"
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.front.encode_prompt(prompt)
+        ids = list(prompt)
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise RequestError("a prompt is text or a list of token ids", param="prompt")
+        return ids
+
+    def _encode_chat(self, messages: Messages, **kwargs: Any) -> list[int]:
+        return self.front.encode_chat(messages, **kwargs)
+
+    def _request(self, ids: Sequence[int], params: SamplingParams) -> Request:
+        serial = next(self._serial)
+        if params.seed is None:
+            seed = (self.options.seed + (serial + 1) * _MIX) % 2**64
+            params = params.replace(seed=seed)
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        return Request(
+            request_id=f"llm-{serial}", prompt_ids=tuple(ids), sampling=params, eos_ids=self._eos_ids, arrival=time.monotonic()
+        )
+
+    def _prepare(self, requests: Sequence[Request]) -> None:
+        self.engine.prepare(requests)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _folding(builder: ResultBuilder, settle: Callable[[RequestOutput], None]) -> Callable[[Delta], None]:
+    def fold(delta: Delta) -> None:
+        if builder.add(delta):
+            settle(builder.result)
+
+    return fold
+
+
+def _program_folder(setting: str | None, home: Path) -> Path | None:
+    if setting is None or setting == "none":
+        return None
+    folder = Path(setting).expanduser()
+    if setting == "auto":
+        folder = home / "programs"
+    if not folder.is_absolute():
+        raise LoadError(f"--compile-cache must be an absolute folder, 'auto' or 'none', not {setting!r}")
+    return folder
+
+
+def _fetch_progress(progress: Progress) -> Callable[[int, int | None, str], None]:
+    def report(done: int, total: int | None, label: str) -> None:
+        progress(f"fetch {label}", done, total or 0)
+
+    return report
