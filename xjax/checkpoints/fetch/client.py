@@ -4,10 +4,11 @@ So a download that hangs can be killed, and the slow import is paid only when it
 Arguments and the answer are JSON; an uncaught error's last line is the reason shown.
 Imports nothing of xjax: it is started by its path.
 
-    client.py list      {"repo", "revision"}            -> {"commit", "files": {name: bytes}}
-    client.py download  {"repo", "revision", "files"}   -> {"folder"}
-    client.py local     {"repo", "revision"}            -> {"folder", "files": {name: bytes}}
-    client.py cache     {}                              -> {"cache"}
+    client.py list      {"repo", "revision"}                     -> {"commit", "files": {name: bytes},
+                                                                     "cache"}
+    client.py download  {"repo", "revision", "commit", "files"}  -> {"folder"}
+    client.py local     {"repo", "revision"}                     -> {"folder", "files": {name: bytes}}
+    client.py cache     {}                                       -> {"cache"}
 """
 
 import json
@@ -30,14 +31,16 @@ from huggingface_hub.errors import (
 def _list(repo: str, revision: str | None) -> dict[str, Any]:
     info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=10)
     files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    return {"commit": info.sha, "files": files}
+    return {"commit": info.sha, "files": files, "cache": constants.HF_HUB_CACHE}
 
 
-def _download(repo: str, revision: str, files: list[str]) -> dict[str, Any]:
-    folder = None
+def _download(repo: str, revision: str, commit: str, files: list[str]) -> dict[str, Any]:
+    folder = Path()
     for file in files:
-        path = Path(hf_hub_download(repo, file, revision=revision))
-        folder = folder or path.parents[file.count("/")]
+        # By the name of the branch, not the commit: so the cache knows the branch too, offline.
+        folder = Path(hf_hub_download(repo, file, revision=revision)).parents[file.count("/")]
+        if folder.name != commit:
+            sys.exit("the repository changed during the download; try again")
     return {"folder": str(folder)}
 
 

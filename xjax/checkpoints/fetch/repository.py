@@ -52,18 +52,17 @@ def call_client(
 
 def download_files(
     repo: str,
-    revision: str,
+    commit: str,
     files: Mapping[str, int],
     *,
+    revision: str | None = None,
+    cache: Path | None = None,
     folder: Path,
     progress: ProgressSink | None,
 ) -> Path:
-    """Download files (name -> bytes) of one commit; return the folder that holds them."""
-    blobs = (
-        Path(call_client("cache", {}, folder=folder)["cache"])
-        / f"models--{repo.replace('/', '--')}"
-        / "blobs"
-    )
+    """Download files (name -> bytes) of a commit, which `revision` names; return their folder."""
+    cache = cache or Path(call_client("cache", {}, folder=folder)["cache"])
+    blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
     _remove_abandoned(blobs)
     total, before = sum(files.values()), attempt.folder_bytes(blobs)
 
@@ -71,7 +70,7 @@ def download_files(
         if progress:
             progress(min(max(now - before, 0), total), total, f"downloading {repo}")
 
-    arguments = {"repo": repo, "revision": revision, "files": list(files)}
+    arguments = {"repo": repo, "revision": revision or commit, "commit": commit, "files": list(files)}
     answer = call_client(
         "download", arguments, folder=folder, watch=lambda: attempt.folder_bytes(blobs), on_bytes=on_bytes
     )
@@ -107,7 +106,16 @@ def fetch_online(
     if not isinstance(commit, str) or not is_plain_path(commit):
         raise AttemptError("the hub did not say which commit it has")
     files = {file: sizes[file] for file in select_files(name, list(sizes))}
-    return download_files(name.repo, commit, files, folder=folder, progress=progress), files, commit
+    target = download_files(
+        name.repo,
+        commit,
+        files,
+        revision=revision or "main",
+        cache=Path(answer["cache"]),
+        folder=folder,
+        progress=progress,
+    )
+    return target, files, commit
 
 
 def find_local(name: HubName, revision: str | None, *, folder: Path) -> tuple[Path, dict[str, int], str]:
