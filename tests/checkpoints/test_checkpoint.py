@@ -96,6 +96,9 @@ def test_views_outlive_the_checkpoint_and_reading_twice_gives_the_same(tmp_path:
     np.testing.assert_array_equal(first, view.read())
     np.testing.assert_array_equal(first, np.ones((2, 3)))
     assert not view.raw().flags.writeable
+    out = np.zeros((2, 3), np.float16)
+    view.read_into(out)
+    np.testing.assert_array_equal(out, np.ones((2, 3)))
 
 
 @pytest.mark.model

@@ -1,11 +1,13 @@
 """Block types against the gguf package's reference decoder, on random bytes, to the bit."""
 
+import time
+
 import gguf
 import gguf.quants
 import numpy as np
 import pytest
 
-from xjax.checkpoints.dequantize import BLOCK_TYPES, SLAB, dequantize, num_bytes
+from xjax.checkpoints.dequantize import BLOCK_TYPES, SLAB, dequantize, dequantize_into, num_bytes
 from xjax.errors import LoadError
 
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -65,3 +67,30 @@ def test_a_type_without_decoder_and_a_broken_row_are_refused() -> None:
         dequantize(np.zeros(40, np.uint8), "q8_1", (32,))
     with pytest.raises(LoadError, match="33 elements"):
         num_bytes("q4_1", (2, 33))
+
+
+@pytest.mark.parametrize("dtype", ["q4_1", "q6_k", "float32", "bfloat16"])
+def test_decoding_into_an_array_gives_the_same(dtype: str) -> None:
+    block = BLOCK_TYPES[dtype]
+    count = SLAB // block.block_size + 5
+    data = np.random.default_rng(0).integers(0, 256, count * block.num_bytes, np.uint8)
+    shape = (count, block.block_size)
+    expected = dequantize(data, dtype, shape)
+    single, half = np.empty(shape, np.float32), np.empty(shape, np.float16)
+    dequantize_into(data, dtype, single)
+    _same_bits(single, expected)
+    with np.errstate(all="ignore"):
+        dequantize_into(data, dtype, half)
+        np.testing.assert_array_equal(half, expected.astype(np.float16))
+
+
+@pytest.mark.parametrize("dtype", ["q4_1", "q4_k", "q6_k", "q8_0"])
+def test_speed(dtype: str) -> None:
+    block, elements = BLOCK_TYPES[dtype], 1 << 22
+    data = np.random.default_rng(0).integers(0, 256, elements // block.block_size * block.num_bytes, np.uint8)
+    times: list[float] = []
+    for _ in range(3):
+        start = time.process_time()
+        dequantize(data, dtype, (elements,))
+        times.append(time.process_time() - start)
+    assert elements * 4 / min(times) > 200e6  # a tenth of what an idle machine does

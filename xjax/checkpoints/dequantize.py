@@ -9,6 +9,7 @@ This module knows no files and no tensor names.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,18 +52,36 @@ def dequantize(data: Bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
     data     [bytes]   uint8, contiguous, as many as `num_bytes` says
     returns  [*shape]  float32; a read-only view of `data` when that is float32 already
     """
+    if dtype == "float32" and data.ctypes.data % 4 == 0:
+        return data.view("<f4").reshape(shape)
+    out = np.empty(shape, np.float32)
+    dequantize_into(data, dtype, out)
+    return out
+
+
+def dequantize_into(data: Bytes, dtype: str, out: npt.NDArray[Any]) -> None:
+    """Decode a whole tensor into an array that is there, slab by slab, with no copy of the whole.
+
+    data  [bytes]   uint8, contiguous, as many as `num_bytes` says
+    out   [*shape]  written; C-contiguous, float32 or what float32 can be cast to
+    """
     block = BLOCK_TYPES[dtype]
     if block.decode is None:
         raise LoadError(f"tensors of type {dtype} cannot be read; convert the model to another type")
-    if dtype == "float32" and data.ctypes.data % 4 == 0:
-        return data.view("<f4").reshape(shape)
-    blocks = data.reshape(-1, block.num_bytes)
-    out = np.empty((len(blocks), block.block_size), np.float32)
+    assert out.flags.c_contiguous and out.size * block.num_bytes == len(data) * block.block_size
+    blocks, targets = data.reshape(-1, block.num_bytes), out.reshape(-1, block.block_size)
     rows = max(1, SLAB // block.block_size)
+    slab = (
+        None if out.dtype == np.float32 else np.empty((min(rows, len(blocks)), block.block_size), np.float32)
+    )
     with np.errstate(all="ignore"):  # a file may hold any bits; NaN and infinity pass through
         for start in range(0, len(blocks), rows):
-            block.decode(blocks[start : start + rows], out[start : start + rows])
-    return out.reshape(shape)
+            source, target = blocks[start : start + rows], targets[start : start + rows]
+            if slab is None:
+                block.decode(source, target)
+            else:
+                block.decode(source, slab[: len(source)])
+                target[...] = slab[: len(source)]
 
 
 def _half(blocks: Bytes, start: int) -> Floats:

@@ -8,11 +8,12 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from xjax.checkpoints.dequantize import BLOCK_TYPES, dequantize, num_bytes
+from xjax.checkpoints.dequantize import BLOCK_TYPES, dequantize, dequantize_into, num_bytes
 from xjax.errors import LoadError
 
 
@@ -86,11 +87,26 @@ class TensorView:
 
         Raises LoadError for a type that has no decoder.
         """
+        self._check_decodable()
+        values = dequantize(self.raw(), self.dtype, self.shape)
+        self.mapped.release(self.start, self.num_bytes)
+        return values
+
+    def read_into(self, out: npt.NDArray[Any]) -> None:
+        """Write the tensor as numbers into an array, without a copy of the whole on the way.
+
+        out  [*shape]  written; C-contiguous, float32 or what float32 can be cast to
+
+        Raises LoadError for a type that has no decoder.
+        """
+        self._check_decodable()
+        assert out.shape == self.shape, (out.shape, self.shape)
+        dequantize_into(self.raw(), self.dtype, out)
+        self.mapped.release(self.start, self.num_bytes)
+
+    def _check_decodable(self) -> None:
         if BLOCK_TYPES[self.dtype].decode is None:
             raise LoadError(
                 f"{self.file}: tensor {self.name} is stored as {self.dtype}, which cannot be read; "
                 "use another conversion of this model"
             )
-        values = dequantize(self.raw(), self.dtype, self.shape)
-        self.mapped.release(self.start, self.num_bytes)
-        return values
