@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from xjax.sampling.rows import WIDTH, blocks, first_best, for_rows, scale, top, total, without_nan
+from xjax.sampling.rows import WIDTH, blocks, first_best, for_rows, scale, take_row, top, total, without_nan
 
 NUM_CANDIDATES = 128
 
@@ -43,7 +43,7 @@ def from_logits(logits: jax.Array, temperature: jax.Array, num: int = NUM_CANDID
 
     def pick(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         values, ids, logsumexp = carry
-        row = without_nan(jax.lax.dynamic_index_in_dim(logits, j, keepdims=False))
+        row = take_row(logits, j)
         row_values, row_ids = top(row, num)
         weights = jnp.exp(scale(row, best[j], temperature[j]))
         mass = total(blocks(weights, WIDTH, 0.0))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from xjax.sampling.rows import WIDTH, blocks, for_rows, scale, top, total
+from xjax.sampling.rows import WIDTH, blocks, for_rows, scale, take_row, top, total
 from xjax.state.batch import Sampled
 
 NUM_TOP = 20
@@ -40,7 +40,7 @@ def measure(logits: jax.Array, token: jax.Array, sampled: Sampled) -> Logprobs:
     subject = jnp.where(sampled.target >= 0, sampled.target, token)
 
     def report(j: jax.Array, out: Logprobs) -> Logprobs:
-        row = jax.lax.dynamic_index_in_dim(logits, j, keepdims=False)
+        row = take_row(logits, j)
         values, ids = top(row, num)
         one = jnp.float32(1)
         log_mass = jnp.log(total(blocks(jnp.exp(scale(row, values[0], one)), WIDTH, 0.0)))

@@ -26,7 +26,28 @@ def for_rows(active: jax.Array, body: Callable[[jax.Array, Carry], Carry], carry
     """
     rows = jnp.nonzero(active, size=active.shape[0], fill_value=0)[0].astype(jnp.int32)
     count = jnp.sum(active, dtype=jnp.int32)
-    return jax.lax.fori_loop(jnp.int32(0), count, lambda i, carry: body(rows[i], carry), carry)
+
+    def step(i: jax.Array, carry: Carry) -> Carry:
+        # Tied to i: with J = 1 XLA would see that the row never changes, see `take_row`.
+        row, _ = jax.lax.optimization_barrier((rows[i], i))
+        return body(row, carry)
+
+    return jax.lax.fori_loop(jnp.int32(0), count, step, carry)
+
+
+def take_row(logits: jax.Array, row: jax.Array) -> jax.Array:
+    """Take the row of the logits that the body of `for_rows` works on, NaN turned into +inf.
+
+    logits   [J, V] float32
+    row      []     int32
+    returns  [V]    float32
+
+    The barrier keeps the work on it inside the loop: with J = 1 XLA moves it out, and a step
+    with no active row pays for it all the same. NaN: XLA's max and top_k on CPU may or may not
+    let it through.
+    """
+    taken, _ = jax.lax.optimization_barrier((jax.lax.dynamic_index_in_dim(logits, row, keepdims=False), row))
+    return without_nan(taken)
 
 
 def blocks(row: jax.Array, width: int, fill: float) -> jax.Array:
@@ -42,7 +63,7 @@ def blocks(row: jax.Array, width: int, fill: float) -> jax.Array:
 
 
 def without_nan(logits: jax.Array) -> jax.Array:
-    """Turn NaN into +inf, since XLA's max and top_k on CPU may or may not let NaN through.
+    """Turn NaN into +inf, which no maximum loses.
 
     logits   [...] float32
     returns  [...] float32
@@ -64,7 +85,7 @@ def scale(values: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Arr
     """Give logits relative to the row's largest, divided by the temperature: at most 0.
 
     values             [...]  float32
-    best, temperature  float32, broadcast against `values`
+    best, temperature  [...]  float32, broadcast against `values`
     returns            [...]  float32, -inf where a token cannot be drawn
 
     Subtracting first keeps tiny temperatures and huge logits finite where it matters.

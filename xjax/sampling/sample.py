@@ -12,7 +12,7 @@ from xjax.sampling import logprobs, mask, penalties, wide
 from xjax.sampling.candidates import Candidates, from_logits
 from xjax.sampling.logprobs import Logprobs
 from xjax.sampling.noise import gumbel, row_keys
-from xjax.sampling.rows import for_rows, scale
+from xjax.sampling.rows import for_rows, scale, take_row
 from xjax.sampling.wide import Limits
 from xjax.state.batch import Sampled
 
@@ -96,9 +96,8 @@ def _draw(candidates: Candidates, limits: Limits, keys: jax.Array) -> tuple[jax.
         return token, is_reached
 
     def widen(j: jax.Array, token: jax.Array) -> jax.Array:
-        row = jax.lax.dynamic_index_in_dim(logits, j, keepdims=False)
         row_limits = jax.tree.map(lambda x: x[j], limits)
-        return token.at[j].set(wide.draw(row, values[j], ids[j], keys[j], row_limits))
+        return token.at[j].set(wide.draw(take_row(logits, j), values[j], ids[j], keys[j], row_limits))
 
     return for_rows(~is_reached, widen, token), jnp.ones_like(is_reached)
 
