@@ -7,8 +7,8 @@ anywhere changes every later token. `FakeDevice` runs `Plan`s with it on numpy p
 is the engine's loop around a scheduler.
 """
 
+import hashlib
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,20 +24,26 @@ FLOAT_COLUMNS = (
 )  # fmt: skip
 
 
+def _mix(*parts: bytes) -> int:
+    """A 32-bit hash; not a CRC, which forgets what came before a CRC inside its data."""
+    return int.from_bytes(hashlib.blake2b(b"|".join(parts), digest_size=4).digest(), "little")
+
+
 @dataclass(frozen=True)
 class FakeModel:
-    """The rule of the fake; `nan_token` as the last input makes the logits not finite."""
+    """The rule of the fake; `nan_token` as the last input can make the logits not finite."""
 
     windows: tuple[int | None, ...]
-    vocab: int = 127
-    nan_token: int = 126
+    vocab: int = 61
+    nan_token: int = 60
+
+    def is_nan(self, token: int, position: int) -> bool:
+        """Whether the logits of this token at this position are not finite."""
+        return token == self.nan_token and position % 4 == 0
 
     def entry(self, token: int, position: int, seen: list[np.ndarray]) -> int:
         """Cache entry of a token; `seen` by group are the entries before it that it sees."""
-        value = zlib.crc32(struct.pack("<ii", token, position))
-        for entries in seen:
-            value = zlib.crc32(entries.tobytes(), value)
-        return value
+        return _mix(struct.pack("<ii", token, position), *(entries.tobytes() for entries in seen))
 
     def seen(self, entries: np.ndarray, group: int, position: int) -> np.ndarray:
         """Of the entries of a sequence in a group, those before `position` that it sees."""
@@ -54,19 +60,16 @@ class FakeModel:
         biases: dict[int, float],
     ) -> int:
         """The next token; `counts` are those that penalties read, -inf biases ban."""
-        value = zlib.crc32(struct.pack(f"<i{len(columns)}d", position, *columns), entry)
-        if counts is not None:
-            value = zlib.crc32(repr(sorted(counts.items())).encode(), value)
         finite = sorted((i, bias) for i, bias in biases.items() if bias != -np.inf)
-        value = zlib.crc32(repr(finite).encode(), value)
-        token = value % self.vocab
+        read = repr((counts and sorted(counts.items()), finite)).encode()
+        token = _mix(struct.pack(f"<Ii{len(columns)}d", entry, position, *columns), read) % self.vocab
         while biases.get(token) == -np.inf:
             token = (token + 1) % self.vocab
         return token
 
     def logprobs(self, entry: int, target: int, count: int) -> TokenLogprobs:
         """Log-probabilities of `target` after the token with this entry."""
-        value = zlib.crc32(struct.pack("<i", target), entry)
+        value = _mix(struct.pack("<Ii", entry, target))
         top = tuple(((value + i) % self.vocab, -float(i)) for i in range(count))
         return TokenLogprobs(-(value % 4096) / 64, value % self.vocab + 1, top)
 
@@ -95,13 +98,17 @@ def answer_alone(model: FakeModel, request: Request, sample_id: int, longest: in
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     eos = set() if sampling.ignore_eos else set(request.eos_ids)
     stops = eos | set(sampling.stop_token_ids)
-    has_counts = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
+    has_counts = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (
+        1,
+        0,
+        0,
+    )
     while answer.reason is None:
         while len(entries) < len(tokens):
             position, array = len(entries), np.array(entries, np.uint32)
             seen = [model.seen(array, group, position) for group in range(len(model.windows))]
             entries.append(model.entry(tokens[position], position, seen))
-        if tokens[-1] == model.nan_token:
+        if model.is_nan(tokens[-1], len(tokens) - 1):
             answer.reason = FinishReason.ERROR
             break
         output = tokens[num_prompt:]
@@ -121,7 +128,9 @@ def answer_alone(model: FakeModel, request: Request, sample_id: int, longest: in
         elif len(answer.token_ids) == max_tokens:
             answer.reason = FinishReason.LENGTH
     if sampling.prompt_logprobs is not None and sample_id == 0:
-        scored = [model.logprobs(entries[i - 1], tokens[i], sampling.prompt_logprobs) for i in range(1, num_prompt)]
+        scored = [
+            model.logprobs(entries[i - 1], tokens[i], sampling.prompt_logprobs) for i in range(1, num_prompt)
+        ]
         answer.prompt_logprobs = [None, *scored]
     return answer
 
@@ -131,25 +140,43 @@ class DeviceFailure(Exception):
 
 
 class FakeDevice:
-    """Runs plans in the order given, on pages of cache entries."""
+    """Runs plans in the order given, on pages of cache entries, and as late as it may.
+
+    A step is computed when its result is read, so a plan that still shares memory with the
+    scheduler shows. What is lost or spoiled happens in the same order as the steps.
+    """
 
     def __init__(self, config: SchedulerConfig, model: FakeModel) -> None:
         self.config, self.model = config, model
         self.pages: list[np.ndarray] = []
         self.last_token = np.empty(0, np.int64)
+        self._queue: list[Callable[[], None]] = []
         self.reset()
 
     def reset(self) -> None:
-        """Lose all contents."""
+        """Lose all contents and all steps not computed yet."""
+        self._queue = []
         size = self.config.page_size
         self.pages = [np.full((count, size), POISON, np.uint32) for count in self.config.num_pages]
         self.last_token = np.full(self.config.max_num_seqs, -1)
 
     def poison(self, group: int, pages: list[int]) -> None:
         """Spoil pages that nobody may read any more."""
-        self.pages[group][pages] = POISON
+        self._queue.append(lambda: self.pages[group].__setitem__(pages, POISON))
 
-    def run(self, plan: Plan) -> StepResult:
+    def dispatch(self, plan: Plan) -> Callable[[], StepResult]:
+        """Put a step into the queue; call what comes back to read its result."""
+        results: list[StepResult] = []
+        self._queue.append(lambda: results.append(self._run(plan)))
+
+        def read() -> StepResult:
+            while not results:
+                self._queue.pop(0)()
+            return results[0]
+
+        return read
+
+    def _run(self, plan: Plan) -> StepResult:
         """Compute a step and feed its tokens back."""
         self._check_shape(plan)
         inputs: list[tuple[int, list[int]]] = []  # start and tokens by row
@@ -192,7 +219,9 @@ class FakeDevice:
             if target:
                 self.pages[group][target, offset] = entry
 
-    def _sample(self, plan: Plan, inputs: list[tuple[int, list[int]]], histories: list[list[np.ndarray]]) -> StepResult:
+    def _sample(
+        self, plan: Plan, inputs: list[tuple[int, list[int]]], histories: list[list[np.ndarray]]
+    ) -> StepResult:
         num_sampled = plan.num_rows + len(plan.scored_targets)
         token, flags = np.full(num_sampled, -9, np.int32), np.zeros(num_sampled, np.int32)
         targets: list[tuple[int, int]] = [(0, 0)] * num_sampled  # entry and token
@@ -207,7 +236,9 @@ class FakeDevice:
             biases: dict[int, float] = {}
             if row in pairs_by_row:
                 pairs = pairs_by_row[row]
-                lines = list(zip(pairs.ids.tolist(), pairs.counts.tolist(), pairs.biases.tolist(), strict=True))
+                lines = list(
+                    zip(pairs.ids.tolist(), pairs.counts.tolist(), pairs.biases.tolist(), strict=True)
+                )
                 counts = {i: count for i, count, _ in lines if count >= 0}
                 biases = {i: bias for i, count, bias in lines if count < 0}
                 assert len(counts) + len(biases) == len(lines), "an id is in the pairs twice"
@@ -215,10 +246,13 @@ class FakeDevice:
                     pending = int(self.last_token[slot])
                     counts[pending] = counts.get(pending, 0) + 1
             names = ("sample_id", "top_k", *FLOAT_COLUMNS)
-            columns = (*plan.columns["seed"][row].tolist(), *(float(plan.columns[name][row]) for name in names))
+            columns = (
+                *plan.columns["seed"][row].tolist(),
+                *(float(plan.columns[name][row]) for name in names),
+            )
             chosen = self.model.choose(entry, last + 1, columns=columns, counts=counts or None, biases=biases)
             token[row], targets[row] = chosen, (entry, chosen)
-            flags[row] = int(tokens[-1] == self.model.nan_token)
+            flags[row] = int(self.model.is_nan(tokens[-1], last))
             self.last_token[slot] = chosen
         place = plan.num_rows
         for chunk in plan.chunks:
@@ -228,7 +262,9 @@ class FakeDevice:
                 place += 1
         return self._result(plan, token, flags, targets)
 
-    def _result(self, plan: Plan, token: np.ndarray, flags: np.ndarray, targets: list[tuple[int, int]]) -> StepResult:
+    def _result(
+        self, plan: Plan, token: np.ndarray, flags: np.ndarray, targets: list[tuple[int, int]]
+    ) -> StepResult:
         if not plan.full:
             return StepResult(token, flags)
         found = [self.model.logprobs(entry, target, 20) for entry, target in targets]
@@ -269,7 +305,7 @@ class FakeLoop:
         self.num_dispatched = 0
         self._lookahead, self._is_checked = lookahead, is_checked
         self._refused, self._broken = refused_steps, broken_steps
-        self._pending: tuple[Plan, StepResult | None] | None = None
+        self._pending: tuple[Plan, Callable[[], StepResult] | None] | None = None
         self._commands: list[Callable[[], list[TokenEvent]]] = []
 
     def submit(self, request: Request) -> None:
@@ -309,27 +345,27 @@ class FakeLoop:
         self._poison_free_pages()
         return plan
 
-    def _dispatch(self, plan: Plan) -> tuple[Plan, StepResult | None] | None:
+    def _dispatch(self, plan: Plan) -> tuple[Plan, Callable[[], StepResult] | None] | None:
         self.num_dispatched += 1
         try:
             if self.num_dispatched in self._refused:
                 raise DeviceFailure("refused")
-            result = self.device.run(plan)
+            read = self.device.dispatch(plan)
         except DeviceFailure as error:
             self._emit(self.scheduler.fail(plan, str(error)))
             return None
-        return plan, None if self.num_dispatched in self._broken else result
+        return plan, None if self.num_dispatched in self._broken else read
 
     def _settle(self) -> None:
         previous, self._pending = self._pending, None
         self._commit(previous)
 
-    def _commit(self, step: tuple[Plan, StepResult | None] | None) -> None:
+    def _commit(self, step: tuple[Plan, Callable[[], StepResult] | None] | None) -> None:
         if step is None:
             return
-        plan, result = step
-        if result is not None:
-            self._emit(self.scheduler.commit(plan, result))
+        plan, read = step
+        if read is not None:
+            self._emit(self.scheduler.commit(plan, read()))
             return
         self._emit(self.scheduler.fail(plan, "lost"))
         if self._pending is not None:
@@ -345,4 +381,5 @@ class FakeLoop:
 
     def _poison_free_pages(self) -> None:
         for group, pool in enumerate(self.scheduler._roster.book.pools):
-            self.device.poison(group, [page for page in range(pool.num_pages) if not pool.refs(page)])
+            free = [page for page in range(1, pool.num_pages) if not pool.refs(page)]
+            self.device.poison(group, free)

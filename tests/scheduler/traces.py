@@ -13,7 +13,7 @@ from tests.fakes import Answer, FakeLoop, FakeModel, answer_alone
 from xjax.config import SchedulerConfig, StepShapes
 from xjax.errors import CapacityError
 from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
-from xjax.scheduler import Plan, Scheduler
+from xjax.scheduler import Plan, Scheduler, StepResult
 from xjax.scheduler.sequence import Status
 
 EOS, STOP_ID = 0, 1
@@ -30,6 +30,7 @@ class Trace:
     arrivals: dict[int, list[Request]]
     aborts: dict[int, list[str]]
     text_stops: dict[tuple[str, int], tuple[int, int]]  # sample -> (tokens kept, steps too late)
+    hunted: set[str]  # aborted as soon as they are preempted
     refused_steps: frozenset[int] = frozenset()
     broken_steps: frozenset[int] = frozenset()
     lookahead: bool = True
@@ -100,11 +101,13 @@ def make_trace(seed: int) -> Trace:
     arrivals: dict[int, list[Request]] = defaultdict(list)
     aborts: dict[int, list[str]] = defaultdict(list)
     text_stops: dict[tuple[str, int], tuple[int, int]] = {}
+    hunted: set[str] = set()
+    is_burst = rng.random() < 0.3  # many short prompts at once that all grow
     has_priorities = rng.random() < 0.4
     for number in range(int(rng.integers(3, 12))):
         name = f"r{number}"
-        step = int(rng.integers(0, 30))
-        kind = rng.random()
+        step = int(rng.integers(0, 3 if is_burst else 30))
+        kind = 0.5 if is_burst else rng.random()
         low, high = (1, longest) if kind < 0.3 else (1, max(longest // 4, 2))
         num_prompt = longest - 1 if kind > 0.97 else int(rng.integers(low, high))
         sampling = make_sampling(rng, longest - num_prompt)
@@ -120,12 +123,16 @@ def make_trace(seed: int) -> Trace:
         arrivals[step].append(request)
         if rng.random() < 0.25:
             aborts[step + int(rng.integers(0, 40))].append(name)
+        elif rng.random() < 0.15:
+            hunted.add(name)
         if rng.random() < 0.25:
             sample = int(rng.integers(sampling.n))
             text_stops[name, sample] = (int(rng.integers(1, 10)), int(rng.integers(0, 4)))
     failing = rng.random() < 0.3
     numbers = [frozenset(rng.integers(1, 60, 2).tolist()) if failing else frozenset() for _ in range(2)]
-    return Trace(config, model, arrivals, aborts, text_stops, *numbers, lookahead=bool(rng.random() < 0.8))
+    return Trace(
+        config, model, arrivals, aborts, text_stops, hunted, *numbers, lookahead=bool(rng.random() < 0.8)
+    )
 
 
 def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
@@ -150,6 +157,7 @@ def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
             due[step + late].append((*key, kept))
 
     loop.on_event = on_event
+    _count_ends_in_line(loop.scheduler, run)
     last = max([*trace.arrivals, *trace.aborts])
     step, work = 0, 0
     while step <= last or not loop.is_idle:
@@ -162,7 +170,8 @@ def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
             accepted[request.request_id] = request
             tokens = len(request.prompt_ids) + _max_tokens(request, loop.scheduler.longest)
             work += request.sampling.n * tokens
-        for name in trace.aborts.get(step, ()):
+        caught = [name for name in sorted(trace.hunted) if _state(loop.scheduler, name) == "preempted"]
+        for name in (*trace.aborts.get(step, ()), *caught):
             run.counts[f"aborts_{_state(loop.scheduler, name)}"] += 1
             loop.abort(name)
         for name, sample_id, kept in due.pop(step, ()):
@@ -174,6 +183,7 @@ def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
             assert name not in loop.scheduler._roster.groups, "an abort left something behind"
         if is_checked:
             _check_oldest(plan, oldest, run)
+            _check_pages_at_once(loop.scheduler)
         step += 1
         assert step < last + 50 + 6 * work, "somebody starves"
     _check_end(loop, run)
@@ -201,10 +211,33 @@ def _state(scheduler: Scheduler, name: str) -> str:
     return "preempted" if group.has_started else "queued"
 
 
+def _count_ends_in_line(scheduler: Scheduler, run: Run) -> None:
+    """Count sequences whose last token is read after they were preempted."""
+    commit = scheduler.commit
+
+    def counting(plan: Plan, result: StepResult) -> list[TokenEvent]:
+        waiting = [item for item in plan.sequences if item.status is Status.WAITING and item.in_flight]
+        events = commit(plan, result)
+        run.counts["ends_in_line"] += sum(item.status is Status.FINISHED for item in waiting)
+        return events
+
+    scheduler.commit = counting  # type: ignore[method-assign]
+
+
+def _check_pages_at_once(scheduler: Scheduler) -> None:
+    """No sequence holds more pages than admission reckons with."""
+    book = scheduler._roster.book
+    for sequence in scheduler._roster.running:
+        for group, pages in enumerate(sequence.pages):
+            assert len(pages) - sequence.num_passed[group] <= book.pages_at_once(
+                group, len(pages) * book.page_size
+            )
+
+
 def _check_oldest(plan: Plan | None, oldest: list, run: Run) -> None:
     """The oldest that ran, or one before it, is in the plan, unless its last token is under way."""
     for sequence in oldest:
-        if sequence.status is Status.RUNNING and not sequence.is_exhausted:
+        if sequence.status is not Status.FINISHED and not sequence.is_exhausted:
             in_plan = plan is not None and any(item.order <= sequence.order for item in plan.sequences)
             assert in_plan, "the oldest does not progress"
             run.counts["oldest_checked"] += 1
@@ -232,11 +265,14 @@ def check_events(request: Request, events: list[TokenEvent], answer: Answer) -> 
     for event in first:
         scores = list(event.prompt_logprobs) if event.prompt_logprobs is not None else None
         assert scores == answer.prompt_logprobs
-    assert [event.num_cached_tokens for event in events if event.token_ids] == [0, *[None] * (len(tokens) - 1)][
-        : len(tokens)
-    ]
+    assert [event.num_cached_tokens for event in events if event.token_ids] == [
+        0,
+        *[None] * (len(tokens) - 1),
+    ][: len(tokens)]
     if final.finish_reason is FinishReason.LENGTH or final.token_ids or _is_nan(final):
-        assert (tokens, final.finish_reason) == (answer.token_ids, answer.reason), "it ended too early or too late"
+        assert (tokens, final.finish_reason) == (answer.token_ids, answer.reason), (
+            "it ended too early or too late"
+        )
     if final.finish_reason is FinishReason.ERROR:
         assert final.error
         if "queue" in final.error:
