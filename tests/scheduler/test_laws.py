@@ -147,7 +147,7 @@ def break_pending_forgotten(patch):
 
 
 def break_known_token_is_old(patch):
-    patch.setattr(builder, "_known_token", lambda s: int(s.tokens(s.num_tokens - 1, s.num_tokens)[0]))
+    patch.setattr(builder, "_known_token", lambda s: s.last_token)
 
 
 def break_share_without_reference(patch):

@@ -14,12 +14,14 @@ _NO_TOKEN = -1
 class Draft:
     """The sequences of a step while it is being decided.
 
-    counts     tokens that each sequence computes; decodes were added first
+    decodes    sequences that compute one token, in order (the values mean nothing)
+    chunks     tokens that each prefilling sequence computes
     shape_id   index of the prefill shape, None while there are no chunks
     """
 
     def __init__(self, shapes: StepShapes) -> None:
-        self.counts: dict[Sequence, int] = {}
+        self.decodes: dict[Sequence, None] = {}
+        self.chunks: dict[Sequence, int] = {}
         self.shape_id: int | None = None
         self._num_pairs: dict[Sequence, int] = {}
         self._pairs_left = shapes.num_pairs
@@ -36,59 +38,64 @@ class Draft:
         self._pairs_left -= size
         return True
 
-    def add(self, sequence: Sequence, count: int) -> None:
-        """Let a sequence compute `count` tokens."""
-        self.counts[sequence] = count
-
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out again, because it was preempted."""
-        self.counts.pop(sequence, None)
+        self.decodes.pop(sequence, None)
+        self.chunks.pop(sequence, None)
         self._pairs_left += self._num_pairs.pop(sequence, 0)
 
 
 def build_plan(draft: Draft, rows: RowTable, config: SchedulerConfig, *, step_id: int) -> Plan:
     """Freeze a draft; the sequences' progress is still that of before the step."""
-    decodes = [s for s in draft.counts if s.is_decoding]
-    others = [s for s in draft.counts if not s.is_decoding]
-    sequences = (*decodes, *others)
-    chunks = tuple(_chunk(s, len(decodes) + place, draft.counts[s]) for place, s in enumerate(others))
-    samples = np.array([True] * len(decodes) + [chunk.is_last for chunk in chunks], bool)
-    pairs: list[Pairs] = []
-    full = False
-    for row, sequence in enumerate(sequences):
-        if samples[row]:
-            full = full or sequence.request.sampling.logprobs is not None
-            if sequence.penalties is not None:
-                own = sequence.penalties.pairs(row, sequence.num_expected_output)
-                pairs += [own] if own is not None else []
-    scored = [s.tokens(c.start + 1, c.start + 1 + c.num_scored) for s, c in zip(others, chunks, strict=True)]
+    num_decode = len(draft.decodes)
+    sequences = (*draft.decodes, *draft.chunks)
+    chunks = tuple(_chunk(s, num_decode + place, n) for place, (s, n) in enumerate(draft.chunks.items()))
+    samples = [True] * num_decode + [chunk.is_last for chunk in chunks]
+    scored = [
+        sequences[c.row].tokens(c.start + 1, c.start + 1 + c.num_scored) for c in chunks if c.num_scored
+    ]
+    pairs, wants_logprobs = _extras(sequences, samples)
     slots = np.array([s.slot for s in sequences], np.int32)
+    computed = np.array([s.num_computed for s in sequences], np.int32)
     sizes = config.shapes.decode_rows
     return Plan(
         step_id=step_id,
         sequences=sequences,
-        num_decode=len(decodes),
-        num_rows=sizes[-1] if chunks else next(size for size in sizes if size >= len(decodes)),
+        num_decode=num_decode,
+        num_rows=sizes[-1] if chunks else next(size for size in sizes if size >= num_decode),
         prefill=config.shapes.prefill[draft.shape_id] if chunks and draft.shape_id is not None else None,
-        full=full or bool(pairs) or any(chunk.num_scored for chunk in chunks),
+        full=wants_logprobs or bool(pairs) or bool(scored),
         slots=slots,
-        positions=np.array([s.num_computed for s in decodes], np.int32),
-        token_ids=np.array([_known_token(s) for s in decodes], np.int32),
+        positions=computed[:num_decode],
+        token_ids=np.array([_known_token(s) for s in draft.decodes], np.int32),
         tables=rows.pages[:, slots],
-        samples=samples,
+        samples=np.array(samples, bool),
         pending=np.array([s.in_flight for s in sequences], np.int32),
         columns={name: column[slots] for name, column in rows.columns.items()},
         chunks=chunks,
-        pairs=tuple(pairs),
+        pairs=pairs,
         scored_targets=np.concatenate(scored) if scored else np.empty(0, np.int32),
-        recurrent_fresh=np.array([s.num_computed == 0 for s in sequences], bool),
+        recurrent_fresh=computed == 0,
     )
 
 
+def _extras(sequences: tuple[Sequence, ...], samples: list[bool]) -> tuple[tuple[Pairs, ...], bool]:
+    """Pairs of the rows that sample, and whether one of them wants log-probabilities."""
+    pairs: list[Pairs] = []
+    wants_logprobs = False
+    for row, sequence in enumerate(sequences):
+        if not samples[row]:
+            continue
+        wants_logprobs = wants_logprobs or sequence.request.sampling.logprobs is not None
+        if sequence.penalties is not None:
+            own = sequence.penalties.pairs(row, sequence.num_expected_output)
+            if own is not None:
+                pairs.append(own)
+    return tuple(pairs), wants_logprobs
+
+
 def _known_token(sequence: Sequence) -> int:
-    if sequence.in_flight:
-        return _NO_TOKEN
-    return int(sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0])
+    return _NO_TOKEN if sequence.in_flight else sequence.last_token
 
 
 def _chunk(sequence: Sequence, row: int, count: int) -> Chunk:

@@ -8,24 +8,28 @@ from xjax.scheduler.sequence import Sequence
 
 
 class Scores:
-    """Log-probabilities of a result by sampled position, converted once."""
+    """Log-probabilities of a full step by sampled position, converted once; the best `count` of each."""
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, count: int) -> None:
         assert result.logprob is not None and result.rank is not None, "the step was not a full one"
         assert result.top_ids is not None and result.top_logprobs is not None
         self._logprobs: list[float] = result.logprob.astype(np.float64).tolist()
         self._ranks: list[int] = result.rank.tolist()
-        self._top_ids = result.top_ids
-        self._top_logprobs = result.top_logprobs
+        self._top_ids: list[list[int]] = result.top_ids[:, :count].tolist()
+        self._top_logprobs: list[list[float]] = result.top_logprobs[:, :count].tolist()
 
     def at(self, place: int, count: int) -> TokenLogprobs:
         """The position's own log-probability and rank, and its best `count`."""
-        top: tuple[tuple[int, float], ...] = ()
-        if count:
-            ids: list[int] = self._top_ids[place, :count].tolist()
-            values: list[float] = self._top_logprobs[place, :count].tolist()
-            top = tuple(zip(ids, values, strict=True))
-        return TokenLogprobs(self._logprobs[place], self._ranks[place], top)
+        best = zip(self._top_ids[place][:count], self._top_logprobs[place][:count], strict=True)
+        return TokenLogprobs(self._logprobs[place], self._ranks[place], tuple(best))
+
+
+def scores_of(plan: Plan, result: StepResult) -> Scores | None:
+    """The log-probabilities of a step, or None when nobody asked for any."""
+    wanted = [item.request.sampling.logprobs for item in plan.sequences]
+    wanted += [plan.sequences[c.row].request.sampling.prompt_logprobs for c in plan.chunks if c.num_scored]
+    counts = [count for count in wanted if count is not None]
+    return Scores(result, max(counts)) if plan.full and counts else None
 
 
 def take_token(sequence: Sequence, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> TokenEvent:

@@ -84,16 +84,20 @@ class Penalties:
         return self._num - self._start(num_output)
 
     def pairs(self, row: int, num_output: int) -> Pairs | None:
-        """Copies of the pairs for the output token with index `num_output`; None when there are none."""
+        """The pairs for the output token with index `num_output`; None when there are none.
+
+        They stay as they are: ids are only appended, biases replaced, and counts are copied.
+        """
         start = self._start(num_output)
         if start == self._num:
             return None
         if self._hidden and num_output >= self._min_tokens:
+            self._biases = self._biases.copy()
             for place, bias in self._hidden.items():
                 self._biases[place] = bias
             self._hidden = {}
         part = slice(start, self._num)
-        return Pairs(row, self._ids[part].copy(), self._counts[part].copy(), self._biases[part].copy())
+        return Pairs(row, self._ids[part], self._counts[part].copy(), self._biases[part])
 
     def _start(self, num_output: int) -> int:
         return self._num_bans if num_output >= self._min_tokens else 0

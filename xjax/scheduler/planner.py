@@ -61,9 +61,12 @@ class Planner:
                 continue
             num_tokens = sequence.num_computed + 1
             book.pass_window(sequence, sequence.num_computed)
-            if draft.hold_pairs(sequence) and self._make_room(sequence, num_tokens, draft):
+            has_room = draft.hold_pairs(sequence) and (
+                book.has_pages(sequence, num_tokens) or self._make_room(sequence, num_tokens, draft)
+            )
+            if has_room:
                 book.grow(sequence, num_tokens)
-                draft.add(sequence, 1)
+                draft.decodes[sequence] = None
             else:
                 self._counts["stalls"] += 1
 
@@ -129,7 +132,7 @@ class Planner:
         if not waiting:
             return
         limit = self._shapes[-1][0]
-        if draft.counts and self._seconds_per_token:
+        if draft.decodes and self._seconds_per_token:
             limit = int(self._config.step_time_target / self._seconds_per_token)
         most_scored = self._config.shapes.num_scored[-1]
         lengths = [s.num_left if s.num_unscored <= most_scored else most_scored for s in waiting]
@@ -150,7 +153,7 @@ class Planner:
             self._counts["chunk_splits"] += count < sequence.num_left
             scored -= min(count, sequence.num_unscored)
             self._book.grow(sequence, sequence.num_computed + count)
-            draft.add(sequence, count)
+            draft.chunks[sequence] = count
 
     def _room_for_chunk(self, sequence: Sequence, count: int, draft: Draft) -> int:
         """Tokens of at most `count` that get pages, after others yielded where none would."""

@@ -17,7 +17,7 @@ from xjax.errors import CapacityError, RequestError
 from xjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from xjax.scheduler.admission import SampleGroup
 from xjax.scheduler.builder import build_plan
-from xjax.scheduler.outcome import Scores, take_prompt_scores, take_token
+from xjax.scheduler.outcome import scores_of, take_prompt_scores, take_token
 from xjax.scheduler.plan import Plan, StepResult
 from xjax.scheduler.planner import Planner
 from xjax.scheduler.roster import Roster
@@ -56,7 +56,7 @@ class Scheduler:
             heapq.heappush(self._deadlines, (deadline, group.sequences[0].order[-1], group))
 
     def validate(self, request: Request) -> None:
-        """Raise RequestError for a prompt that can never run here; reads fixed values, so any thread may call."""
+        """Raise RequestError for a prompt that can never run here; reads fixed values, from any thread."""
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
             raise RequestError(
@@ -115,19 +115,20 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Decide the next step from what every dispatched step will have done; None for nothing to do."""
         draft = self._planner.draft()
-        if not draft.counts:
+        assert all(s.in_flight <= 1 for s in draft.decodes), "a plan must be committed before the one after next"
+        if not draft.decodes and not draft.chunks:
             return None
         plan = build_plan(draft, self._roster.rows, self.config, step_id=self._counts["steps"])
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += plan.num_prefill_tokens
         self._counts["decode_tokens"] += plan.num_decode
-        samples: list[bool] = plan.samples.tolist()
-        for sequence, is_sampled in zip(plan.sequences, samples, strict=True):
-            sequence.num_computed += draft.counts[sequence]
-            sequence.in_flight += is_sampled
-            assert sequence.in_flight <= 2, "plans must be committed before the one after the next is made"
+        for sequence in draft.decodes:
+            sequence.num_computed += 1
+            sequence.in_flight += 1
         for chunk in plan.chunks:
             sequence = plan.sequences[chunk.row]
+            sequence.num_computed += chunk.length
+            sequence.in_flight += chunk.is_last
             if sequence.sample_id == 0 and sequence.num_computed >= sequence.num_prompt:
                 if self._roster.group_of(sequence).is_pending:
                     self._roster.publish(sequence)
@@ -135,7 +136,7 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         """Take in what a step returned; events come in row order."""
-        scores = Scores(result) if plan.full else None
+        scores = scores_of(plan, result)
         if scores is not None:
             take_prompt_scores(plan, scores)
         tokens: list[int] = result.token.tolist()

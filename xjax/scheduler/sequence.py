@@ -115,6 +115,11 @@ class Sequence:
             return 0
         return max(self.num_prompt - 1 - self.num_computed, 0)
 
+    @property
+    def last_token(self) -> int:
+        """The last token known here."""
+        return int(self._tokens[self.num_tokens - 1])
+
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Known tokens [start, stop) as a view, int32."""
         assert 0 <= start <= stop <= self.num_tokens
