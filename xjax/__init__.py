@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from xjax.engine.llm import LLM, CompletionOutput, RequestOutput, StreamChunk
+    from xjax.engine.llm import LLM
+    from xjax.engine.outputs import CompletionOutput, RequestOutput, StreamChunk
     from xjax.errors import CapacityError, EngineError, LoadError, RequestError, XjaxError
     from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
 
 _HOME_BY_NAME = {
     "LLM": "xjax.engine.llm",
-    "CompletionOutput": "xjax.engine.llm",
-    "RequestOutput": "xjax.engine.llm",
-    "StreamChunk": "xjax.engine.llm",
+    "CompletionOutput": "xjax.engine.outputs",
+    "RequestOutput": "xjax.engine.outputs",
+    "StreamChunk": "xjax.engine.outputs",
     "CapacityError": "xjax.errors",
     "EngineError": "xjax.errors",
     "LoadError": "xjax.errors",
@@ -51,8 +52,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME_BY_NAME:
         raise AttributeError(f"module 'xjax' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_BY_NAME[name]), name)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_HOME_BY_NAME[name]), name)
     return value
 
 

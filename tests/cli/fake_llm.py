@@ -9,9 +9,9 @@ Run as a program, this file is `xjax` with that engine.
 import sys
 import time
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import xjax
+from xjax.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from xjax.errors import LoadError, RequestError
 
 NUM_WORDS = 3
@@ -39,8 +39,8 @@ class FakeLLM:
         self.has_chat_template = model != "base"
         self.generation_defaults = {"temperature": 0.5}
         if progress:
-            progress(1, 2, "loading weights")
-            progress(2, 2, "loading weights")
+            progress("loading weights", 1, 2)
+            progress("loading weights", 2, 2)
         FakeLLM.made.append(self)
 
     def __enter__(self):
@@ -66,24 +66,22 @@ class FakeLLM:
         for i, word in enumerate(self._words(prompt, params)):
             if word.endswith(":slow "):
                 time.sleep(0.05)
-            yield SimpleNamespace(
+            yield StreamChunk(
                 sample_id=0, text=word, token_ids=(i,), num_prompt_tokens=7, num_cached_tokens=4
             )
 
     def _result(self, prompt, params):
-        base = {"request_id": "0", "prompt_token_ids": [1, 2], "num_cached_tokens": 1, "metrics": None}
+        result = RequestOutput("0", prompt_token_ids=[1, 2], num_cached_tokens=1, finished=True)
         try:
             words = self._words(prompt, params)
         except RequestError as error:
-            return SimpleNamespace(**base, outputs=[], error=error)
-        outputs = [
-            SimpleNamespace(
-                index=i, text="".join(words), token_ids=tuple(range(len(words))), finish_reason="stop",
-                stop_reason=None, cumulative_logprob=None, logprobs=None,
-            )
-            for i in range(params.n)
-        ]  # fmt: skip
-        return SimpleNamespace(**base, outputs=outputs, error=None)
+            result.error = error
+            return result
+        for index in range(params.n):
+            output = CompletionOutput(index, "".join(words), list(range(len(words))), finish_reason="stop")
+            result.outputs.append(output)
+        result.metrics = RequestMetrics(0.25, 1.25, sum(len(output.token_ids) for output in result.outputs))
+        return result
 
     def generate(self, prompts, params, *, on_result=None):
         is_one = isinstance(prompts, str)

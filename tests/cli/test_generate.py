@@ -115,10 +115,9 @@ def test_engine_flags_and_their_aliases():
     assert llm.revision == "r"
 
 
-def test_compiled_programs_are_kept_by_default(monkeypatch, tmp_path):
-    monkeypatch.setenv("XJAX_HOME", str(tmp_path))
+def test_compiled_programs_are_kept_by_default():
     assert main(["generate", "hi"]) == 0
-    assert FakeLLM.made[0].options == {"compile_cache": str(tmp_path / "compiled")}
+    assert FakeLLM.made[0].options == {"compile_cache": "auto"}
 
 
 def test_json_object(capsys):
@@ -127,12 +126,16 @@ def test_json_object(capsys):
     assert found["prompt"] == "hi"
     assert [output["text"] for output in found["outputs"]] == ["1:hi 2:hi 3:hi "] * 2
     assert found["usage"] == {"prompt_tokens": 2, "cached_tokens": 1, "completion_tokens": 6}
+    assert found["metrics"] == {"first_token_seconds": 0.25, "total_seconds": 1.25, "tokens_per_second": 5.0}
     assert last_call()[1].logprobs == 2
 
 
 def test_several_answers(capsys):
     assert main(["generate", "hi", "--n", "2", "--max-tokens", "1"]) == 0
-    assert capsys.readouterr().out == "1:hi \n---\n1:hi \n"
+    out, err = capsys.readouterr()
+    assert out == "1:hi \n---\n1:hi \n"
+    last = "xjax: TTFT 0.25 s, 1.0 tokens/s, 2 prompt tokens (1 cached), 2 new tokens"
+    assert err.splitlines()[-1] == last
 
 
 @pytest.mark.parametrize(

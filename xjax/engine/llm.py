@@ -10,7 +10,7 @@ Everything heavy is made by `engine.build`; this is the text front around it.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -176,7 +176,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """Yield the pieces of an answer as they are made; closing the iterator aborts the request.
 
         prompt   text, token ids or a list of messages
@@ -192,7 +192,7 @@ class LLM:
         self.engine.submit(request, Answer(request, self._tokenizer, self.engine, deltas.put))
         return self._chunks(request, deltas)
 
-    def _chunks(self, request: Request, deltas: SimpleQueue[Delta]) -> Iterator[StreamChunk]:
+    def _chunks(self, request: Request, deltas: SimpleQueue[Delta]) -> Generator[StreamChunk, None, None]:
         num_open, cached = request.sampling.n, 0
         try:
             while num_open:

@@ -12,9 +12,11 @@ Knows the engine only as `xjax.LLM`.
 import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Any, cast
 
@@ -211,9 +213,7 @@ class ResultWriter:
             self._file.close()
 
     def put(self, job: Job, found: dict[str, Any]) -> None:
-        """Take the result of a job; a second one for the same job is ignored."""
-        if job.index < self.next_index or job.index in self._waiting:
-            return
+        """Take the result of a job."""
         self.num_errors += "error" in found
         self._waiting[job.index] = job.line(found)
         while (line := self._waiting.pop(self.next_index, None)) is not None:
@@ -232,17 +232,23 @@ class ResultWriter:
 
 
 def _ask(llm: "xjax.LLM", jobs: list[Job], results: ResultWriter, progress: ProgressBar, total: int) -> None:
-    """Run jobs of one kind through the engine."""
+    """Run jobs of one kind through the engine; results are written on this thread.
 
-    def put(position: int, result: "xjax.RequestOutput") -> None:
-        results.put(jobs[position], result_object(result))
-        progress(results.next_index, total, "requests")
-
+    The engine's output thread only hands them over: a full disk or a closed pipe must end
+    this program, not that thread.
+    """
+    done: SimpleQueue[tuple[int, xjax.RequestOutput] | None] = SimpleQueue()
     prompts: Any = [job.prompt for job in jobs]
     params = [job.params for job in jobs if job.params is not None]
     ask = llm.chat if jobs[0].is_chat else llm.generate
-    for position, result in enumerate(ask(prompts, params, on_result=put)):
-        put(position, result)
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(ask, prompts, params, on_result=lambda i, result: done.put((i, result)))
+    future.add_done_callback(lambda _: done.put(None))
+    pool.shutdown(wait=False)
+    while (item := done.get()) is not None:
+        results.put(jobs[item[0]], result_object(item[1]))
+        progress("requests", results.next_index, total)
+    future.result()  # raises what the call raised
 
 
 def run(

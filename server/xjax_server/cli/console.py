@@ -83,7 +83,7 @@ def _amount(done: int, total: int | None) -> str:
 
 
 class ProgressBar:
-    """Receives `(done, total, label)` from any thread; a new label starts a new bar.
+    """Receives `(label, done, total)` from any thread; a new label starts a new bar.
 
     Shows nothing until the first call, and leaves nothing behind on a terminal.
     """
@@ -104,8 +104,9 @@ class ProgressBar:
             self._progress.stop()
             self._progress = None
 
-    def __call__(self, done: int, total: int | None, label: str) -> None:
-        """Show that `done` of `total` (None: unknown) of the stage `label` is behind us."""
+    def __call__(self, label: str, done: int, total: int | None) -> None:
+        """Show that `done` of `total` (None or 0: unknown) of the stage `label` is behind us."""
+        total = total or None
         if not self._console.is_terminal:
             if label != self._label:
                 note(f"xjax: {label}")

@@ -112,13 +112,17 @@ def _sends_raw(llm: "xjax.LLM", raw: bool, system: str | None) -> bool:
     return is_raw
 
 
-def _print_answers(result: "xjax.RequestOutput", started: float) -> None:
+def _print_answers(result: "xjax.RequestOutput") -> None:
     for output in result.outputs:
         write(("---\n" if output.index else "") + output.text + ("" if output.text.endswith("\n") else "\n"))
-    num_new = sum(len(output.token_ids) for output in result.outputs)
-    speed = num_new / max(time.monotonic() - started, 1e-9)
-    num_prompt, num_cached = len(result.prompt_token_ids), result.num_cached_tokens or 0
-    note(stats_line(ttft=None, speed=speed, prompt=num_prompt, cached=num_cached, new=num_new))
+    line = stats_line(
+        ttft=result.metrics.first_token_seconds,
+        speed=result.metrics.tokens_per_second,
+        prompt=len(result.prompt_token_ids),
+        cached=result.num_cached_tokens,
+        new=result.metrics.num_output_tokens,
+    )
+    note(line)
 
 
 def _stream_one(llm: "xjax.LLM", prompt: "str | list[Message]", params: "xjax.SamplingParams") -> None:
@@ -141,14 +145,13 @@ def _answer_one(
     if not as_json and params.n == 1:
         _stream_one(llm, prompt if is_raw else _messages(prompt, system), params)
         return
-    started = time.monotonic()
     results = llm.generate(prompt, params) if is_raw else llm.chat(_messages(prompt, system), params)
     if results[0].error is not None:
         raise results[0].error
     if as_json:
         write(json.dumps({"prompt": prompt, **result_object(results[0])}, ensure_ascii=False) + "\n")
     else:
-        _print_answers(results[0], started)
+        _print_answers(results[0])
 
 
 @takes_engine_flags

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 import xjax
-from xjax.config import EngineOptions, cache_home
+from xjax.config import EngineOptions
 from xjax.request import SamplingParams
 from xjax_server.cli.console import ProgressBar, set_up_logging
 
@@ -31,7 +31,7 @@ SAMPLING_HELP = {
     "frequency_penalty": "taken off a token's logit for each time it is in the answer",
     "presence_penalty": "taken off a token's logit once it is in the answer",
     "logit_bias": "token id to what is added to its logit",
-    "seed": "equal seeds give equal answers; default: another one each time",
+    "seed": "equal seeds give equal answers; default: each request its own, the same ones in every run",
     "n": "answers to one prompt",
     "stop": "end the answer before this text; may be given several times",
     "stop_token_ids": "token ids that end the answer",
@@ -80,7 +80,7 @@ class Flags:
     def open_engine(self, progress: ProgressBar) -> "xjax.LLM":
         """Load the model; raises LoadError."""
         set_up_logging(self.verbose)
-        options = {"compile_cache": str(cache_home() / "compiled"), **self.engine}
+        options = {"compile_cache": "auto", **self.engine}
         # Wrong options are reported before anything is downloaded.
         EngineOptions.from_mapping(options)
         return xjax.LLM(

@@ -18,5 +18,10 @@ def pull(
 ) -> None:
     """Download a model and print where it lies."""
     with ProgressBar() as progress:
-        path = hub.pull(name, revision=revision, cache_dir=cache_home(), progress=progress)
+        path = hub.pull(
+            name,
+            revision=revision,
+            cache_dir=cache_home(),
+            progress=lambda done, total, label: progress(f"fetch {label}", done, total),
+        )
     write(f"{path}\n")

@@ -44,7 +44,12 @@ def result_object(result: "xjax.RequestOutput") -> dict[str, Any]:
     ]
     usage = {
         "prompt_tokens": len(result.prompt_token_ids),
-        "cached_tokens": result.num_cached_tokens or 0,
+        "cached_tokens": result.num_cached_tokens,
         "completion_tokens": sum(len(output.token_ids) for output in result.outputs),
     }
-    return {"outputs": outputs, "usage": usage, "metrics": _plain(result.metrics)}
+    metrics = {
+        "first_token_seconds": result.metrics.first_token_seconds,
+        "total_seconds": result.metrics.total_seconds,
+        "tokens_per_second": result.metrics.tokens_per_second,
+    }
+    return {"outputs": outputs, "usage": usage, "metrics": metrics}
