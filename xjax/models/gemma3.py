@@ -65,7 +65,6 @@ class Config:
     activation: str = "gelu_tanh"
     qkv_bias: bool = False
     o_bias: bool = False
-    attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
 
 
@@ -77,6 +76,12 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
     num_heads, num_kv_heads = get.integer("num_attention_heads", 8), get.integer("num_key_value_heads", 4)
     check_heads("config.json", num_heads, num_kv_heads, head_dim)
     embed_dim, attention_bias = get.integer("hidden_size", 2304), get.flag("attention_bias", False)
+    if get.optional_number("attn_logit_softcapping") is not None or get.flag(
+        "use_bidirectional_attention", False
+    ):
+        raise LoadError(
+            "config.json: Gemma 3 with attention soft caps or bidirectional attention is not supported"
+        )
     rope, local_rope = _hf_ropes(get, head_dim)
     return Config(
         num_layers=num_layers,
@@ -97,7 +102,6 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
         activation=get.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        attention_soft_cap=get.optional_number("attn_logit_softcapping"),
         final_soft_cap=get.optional_number("final_logit_softcapping"),
     )
 
@@ -214,7 +218,6 @@ def _layer_config(config: Config, window: int | None) -> LayerConfig:
         scale=config.query_scale,
         activation=config.activation,
         window=window,
-        soft_cap=config.attention_soft_cap,
     )
 
 
