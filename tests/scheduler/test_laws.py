@@ -10,14 +10,13 @@ from tests.scheduler.traces import make_trace, run_trace
 from xjax.cache.pool import PagePool
 from xjax.scheduler import Scheduler, builder, scheduler
 from xjax.scheduler.admission import SampleGroup
-from xjax.scheduler.memory import PageBook
+from xjax.scheduler.memory import PageBook, RowTable
 from xjax.scheduler.penalties import Pairs, Penalties
 from xjax.scheduler.planner import Planner
 from xjax.scheduler.roster import Roster
-from xjax.scheduler.rows import RowTable
 from xjax.scheduler.sequence import Sequence
 
-NUM_TRACES = 300
+NUM_TRACES = 240
 PARTS = 4
 # Each must happen at least this often over all traces, or they prove less than they say.
 MINIMA = {

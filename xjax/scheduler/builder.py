@@ -3,9 +3,9 @@
 import numpy as np
 
 from xjax.config import SchedulerConfig, StepShapes
+from xjax.scheduler.memory import RowTable
 from xjax.scheduler.penalties import Pairs
 from xjax.scheduler.plan import Chunk, Plan
-from xjax.scheduler.rows import RowTable
 from xjax.scheduler.sequence import Sequence
 
 _NO_TOKEN = -1

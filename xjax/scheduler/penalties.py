@@ -9,6 +9,7 @@ Made from the token list alone, so it is right after any recompute. Knows no log
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from xjax.request import Request
 
@@ -25,15 +26,15 @@ class Pairs:
     """
 
     row: int
-    ids: np.ndarray
-    counts: np.ndarray
-    biases: np.ndarray
+    ids: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    biases: npt.NDArray[np.float32]
 
 
 class Penalties:
     """The pairs of a sequence in growing arrays; an id is at most once before and once among the counts."""
 
-    def __init__(self, request: Request, prompt: np.ndarray) -> None:
+    def __init__(self, request: Request, prompt: npt.NDArray[np.int32]) -> None:
         sampling = request.sampling
         biases = sampling.logit_bias
         banned = _banned(request)
@@ -45,8 +46,9 @@ class Penalties:
         self._num_bans = len(bans)
         self._num = len(front) + len(distinct)
         size = max(2 * self._num, 64)
-        self._ids, self._counts = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        self._biases = np.zeros(size, np.float32)
+        self._ids: npt.NDArray[np.int32] = np.zeros(size, np.int32)
+        self._counts: npt.NDArray[np.int32] = np.zeros(size, np.int32)
+        self._biases: npt.NDArray[np.float32] = np.zeros(size, np.float32)
         self._ids[: self._num] = [*front, *distinct.tolist()]
         self._counts[: len(front)] = _ONLY_BIAS
         self._biases[: len(front)] = [-np.inf if i in banned else biases[i] for i in front]
@@ -55,7 +57,7 @@ class Penalties:
         self._place_by_id = {int(i): len(front) + place for place, i in enumerate(distinct)}
 
     @classmethod
-    def of(cls, request: Request, prompt: np.ndarray) -> "Penalties | None":
+    def of(cls, request: Request, prompt: npt.NDArray[np.int32]) -> "Penalties | None":
         """The penalties of a request's sequence, or None when it has none at all.
 
         prompt   [num_prompt] int32
@@ -71,9 +73,10 @@ class Penalties:
         place = self._place_by_id.get(token_id)
         if place is None:
             if self._num == len(self._ids):
-                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-                self._biases = np.concatenate([self._biases, np.zeros_like(self._biases)])
+                more = len(self._ids)
+                self._ids = np.concatenate([self._ids, np.zeros(more, np.int32)])
+                self._counts = np.concatenate([self._counts, np.zeros(more, np.int32)])
+                self._biases = np.concatenate([self._biases, np.zeros(more, np.float32)])
             place = self._place_by_id[token_id] = self._num
             self._ids[place] = token_id
             self._num += 1

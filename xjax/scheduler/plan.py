@@ -6,8 +6,10 @@ copies of everything the step needs, so later decisions do not change it.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from xjax.scheduler.penalties import Pairs
 from xjax.scheduler.sequence import Sequence
@@ -26,7 +28,7 @@ class Chunk:
 
     row: int
     start: int
-    token_ids: np.ndarray
+    token_ids: npt.NDArray[np.int32]
     is_last: bool
     num_scored: int = 0
 
@@ -61,17 +63,17 @@ class Plan:
     num_rows: int
     prefill: tuple[int, int] | None
     full: bool
-    slots: np.ndarray
-    positions: np.ndarray
-    token_ids: np.ndarray
-    tables: np.ndarray
-    samples: np.ndarray
-    pending: np.ndarray
-    columns: dict[str, np.ndarray]
+    slots: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32]
+    tables: npt.NDArray[np.int32]
+    samples: npt.NDArray[np.bool_]
+    pending: npt.NDArray[np.int32]
+    columns: dict[str, npt.NDArray[Any]]
     chunks: tuple[Chunk, ...] = ()
     pairs: tuple[Pairs, ...] = ()
-    scored_targets: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    recurrent_fresh: np.ndarray | None = None  # [rows] bool, rows that start from the zero state
+    scored_targets: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    recurrent_fresh: npt.NDArray[np.bool_] | None = None  # [rows] bool, rows that start from the zero state
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -91,9 +93,9 @@ class StepResult:
     top_logprobs   [J, 20] float32
     """
 
-    token: np.ndarray
-    flags: np.ndarray
-    logprob: np.ndarray | None = None
-    rank: np.ndarray | None = None
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
+    token: npt.NDArray[np.int32]
+    flags: npt.NDArray[np.int32]
+    logprob: npt.NDArray[np.float32] | None = None
+    rank: npt.NDArray[np.int32] | None = None
+    top_ids: npt.NDArray[np.int32] | None = None
+    top_logprobs: npt.NDArray[np.float32] | None = None

@@ -116,7 +116,7 @@ class Planner:
         """Pages by group that a sequence needs for its tokens, with a page of room to decode into."""
         most = sequence.num_prompt + sequence.max_tokens
         num_tokens = min(sequence.num_expected + 1 + self._config.page_size, most)
-        needs = []
+        needs: list[int] = []
         for group, pages in enumerate(sequence.pages):
             if sequence.slot is None:
                 held = self._roster.group_of(sequence).num_held(group)

@@ -14,8 +14,7 @@ import numpy as np
 from xjax.config import SchedulerConfig
 from xjax.request import Request
 from xjax.scheduler.admission import SampleGroup, WaitingLine, insert_by_order, remove_by_order
-from xjax.scheduler.memory import PageBook
-from xjax.scheduler.rows import RowTable
+from xjax.scheduler.memory import PageBook, RowTable
 from xjax.scheduler.sequence import Sequence, Status
 
 
@@ -49,7 +48,7 @@ class Roster:
     def enter(self, request: Request, *, max_tokens: int) -> SampleGroup:
         """Put the samples of a new request into the line, or behind sample 0."""
         prompt = np.array(request.prompt_ids, np.int32)
-        sequences = []
+        sequences: list[Sequence] = []
         for sample_id in range(request.sampling.n):
             sequences.append(
                 Sequence(

@@ -115,7 +115,9 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Decide the next step from what every dispatched step will have done; None for nothing to do."""
         draft = self._planner.draft()
-        assert all(s.in_flight <= 1 for s in draft.decodes), "a plan must be committed before the one after next"
+        assert all(s.in_flight <= 1 for s in draft.decodes), (
+            "a plan must be committed before the one after next"
+        )
         if not draft.decodes and not draft.chunks:
             return None
         plan = build_plan(draft, self._roster.rows, self.config, step_id=self._counts["steps"])

@@ -15,6 +15,7 @@ Knows nothing of other sequences; who may run is decided elsewhere.
 import enum
 
 import numpy as np
+import numpy.typing as npt
 
 from xjax.request import FinishReason, Request, TokenLogprobs
 from xjax.scheduler.penalties import Penalties
@@ -50,7 +51,7 @@ class Sequence:
         request: Request,
         sample_id: int,
         *,
-        prompt: np.ndarray,
+        prompt: npt.NDArray[np.int32],
         max_tokens: int,
         num_groups: int,
         serial: int,
@@ -59,7 +60,7 @@ class Sequence:
         self.sample_id = sample_id
         self.max_tokens = max_tokens
         self.num_prompt = len(prompt)
-        self._tokens = np.empty(self.num_prompt + min(max_tokens, 256), np.int32)
+        self._tokens: npt.NDArray[np.int32] = np.empty(self.num_prompt + min(max_tokens, 256), np.int32)
         self._tokens[: self.num_prompt] = prompt
         self.num_tokens = self.num_prompt
         self.num_computed = 0
@@ -74,7 +75,7 @@ class Sequence:
         self.penalties = Penalties.of(request, prompt)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.sampling.prompt_logprobs is not None and sample_id == 0:
-            self.prompt_logprobs = [None] * self.num_prompt
+            self.prompt_logprobs = [None for _ in range(self.num_prompt)]
         self.has_emitted = False
 
     @property
@@ -120,7 +121,7 @@ class Sequence:
         """The last token known here."""
         return int(self._tokens[self.num_tokens - 1])
 
-    def tokens(self, start: int, stop: int) -> np.ndarray:
+    def tokens(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """Known tokens [start, stop) as a view, int32."""
         assert 0 <= start <= stop <= self.num_tokens
         return self._tokens[start:stop]
@@ -128,7 +129,7 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Add a sampled token that was read back."""
         if self.num_tokens == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+            self._tokens = np.concatenate([self._tokens, np.empty(len(self._tokens), np.int32)])
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
         if self.penalties is not None:
