@@ -305,7 +305,8 @@ class FakeLoop:
         self.num_dispatched = 0
         self._lookahead, self._is_checked = lookahead, is_checked
         self._refused, self._broken = refused_steps, broken_steps
-        self._pending: tuple[Plan, Callable[[], StepResult] | None] | None = None
+        self._pending: tuple[Plan, Callable[[], StepResult], int] | None = None
+        self._life = 0  # of the device's contents; steps of an earlier one are lost
         self._commands: list[Callable[[], list[TokenEvent]]] = []
 
     def submit(self, request: Request) -> None:
@@ -345,7 +346,7 @@ class FakeLoop:
         self._poison_free_pages()
         return plan
 
-    def _dispatch(self, plan: Plan) -> tuple[Plan, Callable[[], StepResult] | None] | None:
+    def _dispatch(self, plan: Plan) -> tuple[Plan, Callable[[], StepResult], int] | None:
         self.num_dispatched += 1
         try:
             if self.num_dispatched in self._refused:
@@ -354,25 +355,31 @@ class FakeLoop:
         except DeviceFailure as error:
             self._emit(self.scheduler.fail(plan, str(error)))
             return None
-        return plan, None if self.num_dispatched in self._broken else read
+        return plan, self._lose if self.num_dispatched in self._broken else read, self._life
+
+    def _lose(self) -> StepResult:
+        raise DeviceFailure("lost")
 
     def _settle(self) -> None:
         previous, self._pending = self._pending, None
         self._commit(previous)
 
-    def _commit(self, step: tuple[Plan, Callable[[], StepResult] | None] | None) -> None:
+    def _commit(self, step: tuple[Plan, Callable[[], StepResult], int] | None) -> None:
         if step is None:
             return
-        plan, read = step
-        if read is not None:
-            self._emit(self.scheduler.commit(plan, read()))
+        plan, read, life = step
+        try:
+            if life != self._life:
+                raise DeviceFailure("lost too")
+            result = read()
+        except DeviceFailure as error:
+            self._emit(self.scheduler.fail(plan, str(error)))
+            if life == self._life:
+                self._life += 1
+                self.device.reset()
+                self.scheduler.preempt_all()
             return
-        self._emit(self.scheduler.fail(plan, "lost"))
-        if self._pending is not None:
-            self._emit(self.scheduler.fail(self._pending[0], "lost too"))
-            self._pending = None
-        self.device.reset()
-        self.scheduler.preempt_all()
+        self._emit(self.scheduler.commit(plan, result))
 
     def _emit(self, events: list[TokenEvent]) -> None:
         for event in events:
