@@ -134,7 +134,7 @@ def _load_model(path: Path, cache_dir: Path | None) -> tokenizers.Tokenizer:
         raise LoadError(f"{path}: {error.strerror}") from error
     try:
         pieces = read_pieces(data)
-    except (ValueError, IndexError, UnicodeDecodeError, struct.error, TypeError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError, struct.error) as error:
         raise LoadError(f"{path}: not a SentencePiece model: {error}") from error
     return build_pieces(check_pieces(pieces, str(path)), cache_dir)
 

@@ -21,8 +21,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 2_000_000
-MAX_SECONDS = 10.0
+MAX_STEPS = 1_000_000
+MAX_SECONDS = 5.0
 MAX_CHARACTERS = 32_000_000
 _BUDGET = "_xjax_budget"
 _WIDE = re.compile(r"[0-9]{5}|\*")

@@ -127,7 +127,7 @@ class Tokenizer:
             text = " " + text
         try:
             ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):  # how tokenizers meets a lone surrogate
             check_unicode(text)
             raise
         if self._special_ids.isdisjoint(ids):

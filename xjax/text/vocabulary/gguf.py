@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from xjax.errors import LoadError
-from xjax.text.vocabulary.pieces import Kind, Pieces, add_marked, build_pieces, check_pieces
+from xjax.text.vocabulary.pieces import SPACE, Kind, Pieces, add_marked, build_pieces, check_pieces
 from xjax.text.vocabulary.splits import Split, split_named
 
 KINDS = ("gpt2", "llama")
@@ -53,8 +53,13 @@ def build_vocabulary(metadata: Mapping[str, Any], cache_dir: Path | None) -> tup
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     kinds = _numbers(metadata, "tokenizer.ggml.token_type") or [int(Kind.NORMAL)] * len(tokens)
     if name == "llama":
+        # Files spell the model's own runs of spaces as they read; pieces have a mark for the space.
+        spelled = [
+            SPACE * len(token) if kind == Kind.USER_DEFINED and not token.strip(" ") else token
+            for token, kind in zip(tokens, kinds, strict=False)
+        ]
         pieces = Pieces(
-            tokens,
+            spelled,
             kinds,
             _numbers(metadata, "tokenizer.ggml.scores"),
             prefix_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),

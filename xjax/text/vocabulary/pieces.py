@@ -25,6 +25,7 @@ from xjax.errors import LoadError
 
 CACHE_VERSION = 1
 SPACE = "▁"
+_ALL_SPACES = 2**16
 
 
 class Kind(enum.IntEnum):
@@ -59,14 +60,14 @@ class Pieces:
 
 def build_pieces(pieces: Pieces, cache_dir: Path | None) -> Tokenizer:
     """Build the tokenizer of a vocabulary; its merges come from `cache_dir` when they are there."""
-    tokens = [_spelled(token, kind) for token, kind in zip(pieces.tokens, pieces.kinds, strict=True)]
+    tokens = pieces.tokens
     tokenizer = Tokenizer(
         _unigram(tokens, pieces) if pieces.is_unigram else _pairs(tokens, pieces, cache_dir)
     )
     tokenizer.normalizer = _normalizer(pieces)
     steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if pieces.prefix_space:
-        steps.append(decoders.Strip(" ", 1, 0))
+    if pieces.prefix_space or pieces.collapse_spaces:
+        steps.append(decoders.Strip(" ", _ALL_SPACES if pieces.collapse_spaces else 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     add_marked(tokenizer, tokens, pieces.kinds)
     return tokenizer
@@ -87,8 +88,15 @@ def _pairs(tokens: list[str], pieces: Pieces, cache_dir: Path | None) -> models.
 
 def _unigram(tokens: list[str], pieces: Pieces) -> models.Model:
     unknown = [token_id for token_id, kind in enumerate(pieces.kinds) if kind == Kind.UNKNOWN]
+    # No text spells a control token or a byte: their pieces are never worth taking.
+    spelled = (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED)
+    never = min(pieces.scores) - 1000.0
+    scores = [
+        float(score) if kind in spelled else never
+        for score, kind in zip(pieces.scores, pieces.kinds, strict=True)
+    ]
     return models.Unigram(
-        vocab=list(zip(tokens, map(float, pieces.scores), strict=True)),
+        vocab=list(zip(tokens, scores, strict=True)),
         unk_id=unknown[0] if unknown else None,
         byte_fallback=Kind.BYTE in pieces.kinds,
     )
@@ -143,17 +151,13 @@ def derive_merges(tokens: list[str], pieces: Pieces) -> npt.NDArray[np.int32]:
     return np.asarray(flat, dtype=np.int32).reshape(-1, 2)
 
 
-def _spelled(token: str, kind: int) -> str:
-    """Spell a user-defined run of spaces as the model's text shows it."""
-    return SPACE * len(token) if kind == Kind.USER_DEFINED and token and not token.strip(" ") else token
-
-
 def _normalizer(pieces: Pieces) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if pieces.charsmap:
         steps.append(normalizers.Precompiled(pieces.charsmap))
     if pieces.collapse_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        for pattern, content in ((rf"\A +|[ {SPACE}]+\z", ""), (" {2,}", " ")):
+            steps.append(normalizers.Replace(Regex(pattern), content))
     if pieces.prefix_space:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
