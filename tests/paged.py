@@ -38,14 +38,16 @@ class PagedRows:
 
     def __init__(
         self, family: Family, config: Any, params: Any, *, num_rows: int, num_tiles: int, tile: int = 8,
-        page_size: int = 4, max_pages: int = 16, seed: int = 0, dtype: str = "float32", can_decode: bool = True,
+        page_size: int = 4, max_pages: int = 16, seed: int = 0, dtype: str = "float32",
+        can_decode: bool = True,
     ) -> None:  # fmt: skip
         self.family, self.config, self.params, self.page_size = family, config, params, page_size
         spec = family.cache_spec(config)
         self.groups = page_groups(spec)
         self.shape = BatchShape(
-            num_rows=num_rows, num_decode=num_rows if can_decode else 0, num_prefill=num_tiles * tile, tile=tile,
-            num_groups=len(self.groups), max_pages=max_pages, num_sampled=num_rows, trash_row=num_rows,
+            num_rows=num_rows, num_decode=num_rows if can_decode else 0, num_prefill=num_tiles * tile,
+            tile=tile, num_groups=len(self.groups), max_pages=max_pages, num_sampled=num_rows,
+            trash_row=num_rows,
         )  # fmt: skip
         num_pages = num_rows * max_pages + 1
         abstract = abstract_state(
@@ -89,11 +91,9 @@ class PagedRows:
         position = first + np.arange(len(ids))
         packed.token_id[at : at + len(ids)] = ids
         packed.position[at : at + len(ids)] = position
-        packed.row_of[
-            at : at + -(-len(ids) // packed.shape.tile) * packed.shape.tile
-            if at >= packed.shape.num_decode
-            else at + 1
-        ] = row
+        if at >= packed.shape.num_decode:
+            tile = packed.shape.tile
+            packed.row_of[at : at + -(-len(ids) // tile) * tile] = row
         packed.query_start[row], packed.query_length[row] = at, len(ids)
         packed.kv_length[row] = first + len(ids)
         for g, group in enumerate(self.groups):
