@@ -31,6 +31,7 @@ LATE_IMPORTS = {
 }
 READS_ENVIRONMENT = {
     "xjax/config.py": "the one reader of our variables",
+    "xjax/engine/build.py": "sets the number of threads, which the backend takes from there alone",
     "xjax/checkpoints/fetch/attempt.py": "hands the whole of it to a child process",
 }
 

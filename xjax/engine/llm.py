@@ -303,6 +303,6 @@ def _program_folder(setting: str | None, home: Path) -> Path | None:
 
 def _fetch_progress(progress: Progress) -> Callable[[int, int | None, str], None]:
     def report(done: int, total: int | None, label: str) -> None:
-        progress(f"fetch {label}", done, total or 0)
+        progress(label, done, total or 0)
 
     return report

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 PIPE_CLOSED = 141  # as a shell reports a program that SIGPIPE ended
+_STAGES = {"load": "loading weights", "compile": "compiling"}
 _BYTES_FROM = 10**6  # totals from here on are bytes, smaller ones are counts
 
 
@@ -106,7 +107,7 @@ class ProgressBar:
 
     def __call__(self, label: str, done: int, total: int | None) -> None:
         """Show that `done` of `total` (None or 0: unknown) of the stage `label` is behind us."""
-        total = total or None
+        total, label = total or None, _STAGES.get(label, label)
         if not self._console.is_terminal:
             if label != self._label:
                 note(f"xjax: {label}")

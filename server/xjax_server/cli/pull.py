@@ -22,6 +22,6 @@ def pull(
             name,
             revision=revision,
             cache_dir=cache_home(),
-            progress=lambda done, total, label: progress(f"fetch {label}", done, total),
+            progress=lambda done, total, label: progress(label, done, total),
         )
     write(f"{path}\n")

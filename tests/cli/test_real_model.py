@@ -1,0 +1,74 @@
+"""The command line with the default model, from the flags to the last token."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+
+pytestmark = pytest.mark.model
+
+# Greedy continuations in float32, made with transformers from the same file.
+SKY = "The answer to this question lies in the intricate dance of light"
+FRANCE_IDS = [7042, 30, 198, 198, 504, 2988, 314, 42]
+FLAGS = ["--temperature", "0", "--max-num-seqs", "4", "--max-model-len", "256", "--num-pages", "64"]
+PROGRAM = [sys.executable, "-m", "xjax_server.cli"]
+
+
+@pytest.fixture(scope="module")
+def environment(smollm2_path, tmp_path_factory):
+    """A cache that holds nothing but the default model."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "models").mkdir()
+    (home / "models" / smollm2_path.name).symlink_to(smollm2_path)
+    return {**os.environ, "XJAX_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+
+
+def test_answer_of_the_default_model(environment):
+    result = subprocess.run(
+        [*PROGRAM, "generate", "Why is the sky blue?", "--max-tokens", "12", *FLAGS],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert result.stdout == SKY + "\n"
+    assert result.stderr.splitlines()[-1].endswith("36 prompt tokens (0 cached), 12 new tokens")
+    assert result.returncode == 0
+
+
+def test_results_of_a_file(environment, tmp_path):
+    lines = [
+        {"prompt": "The capital of France is", "max_tokens": 8},
+        {"prompt": [504, 3575, 282, 4649, 314], "max_tokens": 8, "logprobs": 2},
+        {"prompt": "x " * 1000},
+        {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stop": " dance"},
+    ]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [*PROGRAM, "generate", "--raw", "--input", str(source), "--output", str(output), *FLAGS]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [item["index"] for item in found] == [0, 1, 2, 3]
+    assert found[0]["outputs"][0]["token_ids"] == FRANCE_IDS
+    assert found[1]["outputs"][0]["token_ids"] == FRANCE_IDS
+    logprobs = found[1]["outputs"][0]["logprobs"]
+    assert logprobs[0]["7042"]["logprob"] == pytest.approx(-0.258062, abs=1e-3)
+    assert len(logprobs) == 8
+    assert "256" in found[2]["error"]["message"]
+    assert found[3]["outputs"][0]["text"] == SKY.removesuffix(" dance of light")
+    assert found[3]["outputs"][0]["stop_reason"] == " dance"
+
+
+def test_python_of_the_readme(environment, tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    program = tmp_path / "readme.py"
+    program.write_text(text.split("```python\n")[1].split("```")[0])
+    result = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment, cwd=Path(tmp_path)
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) > 2
