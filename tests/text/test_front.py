@@ -1,3 +1,4 @@
+import functools
 import json
 
 import pytest
@@ -17,6 +18,7 @@ TEMPLATE = (
 SPECIALS = {"bos_token": "<s>"}
 
 
+@functools.cache
 def make_front(template: str | None = TEMPLATE) -> Front:
     tokenizer = byte_level()
     return Front(

@@ -1,64 +1,33 @@
 import pytest
 
-from tests.text.small import from_gguf, gguf_pieces
-from xjax.text.vocabulary import pieces
-from xjax.text.vocabulary.pieces import Kind, Pieces, derive_merges
+from xjax.errors import LoadError
+from xjax.text.vocabulary.pieces import Kind, Pieces, build_pieces, check_pieces
 
 
-def merges_of(tokens, scores, kinds=None):
-    kinds = kinds or [Kind.NORMAL] * len(tokens)
-    pairs = derive_merges(tokens, Pieces(tokens, kinds, scores, prefix_space=False))
-    return [(tokens[left], tokens[right]) for left, right in pairs]
+def spelled(tokens, scores, kinds, text):
+    pieces = Pieces(tokens, kinds, scores, prefix_space=False)
+    return build_pieces(pieces, None).encode(text).tokens
 
 
-def test_merges_follow_the_scores():
-    tokens = ["a", "b", "c", "bc", "ab", "abc"]
-    assert merges_of(tokens, [0, 0, 0, -2, -1, -3]) == [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
+def test_the_best_score_is_merged_first():
+    tokens = ["<unk>", "a", "b", "c", "bc", "ab"]
+    kinds = [2, 1, 1, 1, 1, 1]
+    assert spelled(tokens, [0, 0, 0, 0, -2, -1], kinds, "abc") == ["ab", "c"]
+    assert spelled(tokens, [0, 0, 0, 0, -1, -2], kinds, "abc") == ["a", "bc"]
 
 
-def test_merges_make_no_control_byte_or_unknown_piece():
-    tokens = ["a", "b", "ab", "aa", "ba", "bb"]
-    kinds = [1, 1, Kind.CONTROL, Kind.BYTE, Kind.UNKNOWN, Kind.USER_DEFINED]
-    assert merges_of(tokens, [0] * 6, kinds) == []
+@pytest.mark.parametrize("kind", [Kind.CONTROL, Kind.BYTE, Kind.UNKNOWN])
+def test_pieces_that_text_cannot_make(kind):
+    inner = build_pieces(Pieces(["a", "b", "ab"], [1, 1, kind], [0, 0, -1], prefix_space=False), None)
+    inner.encode_special_tokens = True
+    assert inner.encode("ab").tokens == ["a", "b"]
 
 
 def test_runs_of_spaces_come_first():
     tokens = ["▁", "a", "▁a", "▁▁"]
-    kinds = [1, 1, 1, Kind.USER_DEFINED]
-    assert merges_of(tokens, [0, 0, -1, -1000], kinds) == [("▁", "▁"), ("▁", "a")]
+    assert spelled(tokens, [0, 0, -1, -1000], [1, 1, 1, Kind.USER_DEFINED], "  a a") == ["▁▁", "a", "▁a"]
 
 
-def stored(tmp_path):
-    return list((tmp_path / "merges").iterdir())
-
-
-def test_merges_are_derived_once(tmp_path, monkeypatch):
-    first = from_gguf(gguf_pieces(), tmp_path)
-    assert len(stored(tmp_path)) == 1
-    monkeypatch.setattr(pieces, "derive_merges", None)  # calling it again would raise
-    assert from_gguf(gguf_pieces(), tmp_path).encode("ab cd") == first.encode("ab cd")
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda d: d[:-1], lambda d: d[:40], lambda d: b"", lambda d: d[:-1] + b"\x01"]
-)
-def test_damaged_merges_are_derived_again(tmp_path, damage):
-    expected = from_gguf(gguf_pieces(), tmp_path).encode("ab cd abcd")
-    (file,) = stored(tmp_path)
-    good = file.read_bytes()
-    file.write_bytes(damage(good))
-    assert from_gguf(gguf_pieces(), tmp_path).encode("ab cd abcd") == expected
-    assert file.read_bytes() == good
-
-
-def test_other_scores_are_another_entry(tmp_path):
-    from_gguf(gguf_pieces(), tmp_path)
-    scores = gguf_pieces()["tokenizer.ggml.scores"]
-    from_gguf(gguf_pieces(**{"tokenizer.ggml.scores": [*scores[:-1], 0.5]}), tmp_path)
-    assert len(stored(tmp_path)) == 2
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    assert from_gguf(gguf_pieces(), blocked / "below").encode("ab")
+def test_sizes_are_compared():
+    with pytest.raises(LoadError, match="x: 2 tokens, 1 token types and 2 scores"):
+        check_pieces(Pieces(["a", "b"], [1], [0, 0], prefix_space=False), "x")

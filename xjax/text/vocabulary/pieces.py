@@ -1,17 +1,13 @@
 """SentencePiece vocabularies (pieces with scores) as byte-pair merges.
 
-    pieces + scores ── merges (kept in the cache folder) ── tokenizers.Tokenizer
+    pieces + scores ── merges ── tokenizers.Tokenizer
 
 A SentencePiece model joins the neighbours whose joined piece scores best; the same comes out of
 merges ranked by the score of what they make. Knows neither GGUF nor protobuf: both
 readers hand over the same `Pieces`.
 """
 
-import contextlib
 import enum
-import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +18,8 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from xjax.errors import LoadError
+from xjax.text.vocabulary.merges import load_merges
 
-CACHE_VERSION = 1
 SPACE = "▁"
 _ALL_SPACES = 2**16
 
@@ -74,12 +70,12 @@ def build_pieces(pieces: Pieces, cache_dir: Path | None) -> Tokenizer:
 
 
 def _pairs(tokens: list[str], pieces: Pieces, cache_dir: Path | None) -> models.Model:
-    pairs = _load_merges(tokens, pieces, cache_dir)
-    named = np.asarray(tokens, dtype=object)
+    merges = load_merges(tokens, _ranks(pieces), cache_dir)
+    left, right = (map(tokens.__getitem__, cast("list[int]", column.tolist())) for column in merges.T)
     unknown = [token for token, kind in zip(tokens, pieces.kinds, strict=True) if kind == Kind.UNKNOWN]
     return models.BPE(
         vocab=dict(zip(tokens, range(len(tokens)), strict=True)),
-        merges=list(zip(named[pairs[:, 0]].tolist(), named[pairs[:, 1]].tolist(), strict=True)),
+        merges=list(zip(left, right, strict=True)),
         unk_token=unknown[0] if unknown else None,
         fuse_unk=True,
         byte_fallback=Kind.BYTE in pieces.kinds,
@@ -120,35 +116,19 @@ def register(tokenizer: Tokenizer, tokens: list[AddedToken]) -> None:
     tokenizer.add_tokens(tokens)  # pyright: ignore[reportUnknownMemberType]
 
 
-def derive_merges(tokens: list[str], pieces: Pieces) -> npt.NDArray[np.int32]:
-    """List every way to make a piece out of two others, best piece first.
-
-    returns  [merges, 2]  int32 ids of the left and the right part
+def _ranks(pieces: Pieces) -> npt.NDArray[np.float64]:
+    """Order in which pieces are made [V]: best score first, infinite for what text cannot make.
 
     Runs of spaces that the model defines itself are matched before anything else by
-    SentencePiece, so they lead. Ways to make the same piece: longer left part first.
+    SentencePiece, so they lead.
     """
-    kinds = np.asarray(pieces.kinds)
     ranks = -np.asarray(pieces.scores, dtype=np.float64)
-    ranks[kinds == Kind.USER_DEFINED] = -np.inf
-    ids = {
-        token: token_id
-        for token_id, (token, kind) in enumerate(zip(tokens, pieces.kinds, strict=True))
-        if kind in (Kind.NORMAL, Kind.UNUSED) or (kind == Kind.USER_DEFINED and not token.strip(SPACE))
-    }
-    flat: list[int] = []
-    order = cast("list[int]", np.argsort(ranks, kind="stable").tolist())
-    for token_id in order:
-        token = tokens[token_id]
-        if ids.get(token) != token_id:
-            continue
-        for cut in range(len(token) - 1, 0, -1):
-            left = ids.get(token[:cut])
-            right = None if left is None else ids.get(token[cut:])
-            if left is not None and right is not None:
-                flat.append(left)
-                flat.append(right)
-    return np.asarray(flat, dtype=np.int32).reshape(-1, 2)
+    for token_id, (token, kind) in enumerate(zip(pieces.tokens, pieces.kinds, strict=True)):
+        if kind == Kind.USER_DEFINED and not token.strip(SPACE):
+            ranks[token_id] = -np.inf
+        elif kind not in (Kind.NORMAL, Kind.UNUSED):
+            ranks[token_id] = np.inf
+    return ranks
 
 
 def _normalizer(pieces: Pieces) -> normalizers.Normalizer:
@@ -162,59 +142,6 @@ def _normalizer(pieces: Pieces) -> normalizers.Normalizer:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
     return normalizers.Sequence(steps)
-
-
-# ---- the merges on disk: a checksum, then the pairs ------------------------------------------
-
-
-def _load_merges(tokens: list[str], pieces: Pieces, cache_dir: Path | None) -> npt.NDArray[np.int32]:
-    if cache_dir is None:
-        return derive_merges(tokens, pieces)
-    path = cache_dir / "merges" / f"{_digest(tokens, pieces)}.bin"
-    pairs = _read_merges(path, len(tokens))
-    if pairs is None:
-        pairs = derive_merges(tokens, pieces)
-        # The cache only saves time: a full or read-only disk must not stop the start.
-        with contextlib.suppress(OSError):
-            _write_merges(path, pairs)
-    return pairs
-
-
-def _digest(tokens: list[str], pieces: Pieces) -> str:
-    lengths = np.fromiter(map(len, tokens), dtype="<u4", count=len(tokens))
-    digest = hashlib.sha256(f"merges {CACHE_VERSION} {len(tokens)}".encode())
-    digest.update(lengths.tobytes())
-    digest.update("".join(tokens).encode("utf-8", "surrogatepass"))
-    digest.update(np.asarray(pieces.kinds, dtype="<i4").tobytes())
-    digest.update(np.asarray(pieces.scores, dtype="<f8").tobytes())
-    return digest.hexdigest()
-
-
-def _read_merges(path: Path, num_tokens: int) -> npt.NDArray[np.int32] | None:
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    if len(data) < 32 or len(data) % 8 or hashlib.sha256(data[32:]).digest() != data[:32]:
-        return None
-    pairs = np.frombuffer(data, dtype="<i4", offset=32).reshape(-1, 2)
-    return pairs if not pairs.size or (pairs.min() >= 0 and pairs.max() < num_tokens) else None
-
-
-def _write_merges(path: Path, pairs: npt.NDArray[np.int32]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = pairs.astype("<i4").tobytes()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".merges-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(data).digest() + data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def check_pieces(pieces: Pieces, source: str) -> Pieces:
