@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xjax.kernels.pages import write
+from xjax.kernels.pages import page_dtype, write
+from xjax.kernels.pages.xla import gather
 
 pytestmark = pytest.mark.device
 
@@ -37,3 +38,23 @@ def test_donated_pages_are_written_in_place():
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * 64 * 2 * 16 * 8 * 4
     assert memory.temp_size_in_bytes < 64 * 2 * 16 * 8 * 4
+
+
+def test_bfloat16_as_bits():
+    assert page_dtype(jnp.dtype("bfloat16"), "cpu") == jnp.uint16
+    assert page_dtype(jnp.dtype("bfloat16"), "gpu") == jnp.bfloat16
+    assert page_dtype(jnp.dtype("float32"), "cpu") == jnp.float32
+    new = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3, 8), np.float32))
+    target = jnp.asarray([8, 9, 10, 12], jnp.int32)
+    found = []
+    for dtype in ("uint16", "bfloat16"):
+        pages = jnp.zeros((5, 3, 4, 8), dtype)
+        k, v = write(pages, pages, new, -new, target)
+        assert k.dtype == dtype
+        found.append([gather(x, jnp.asarray([[2, 3], [0, 2]], jnp.int32)) for x in (k, v)])
+    assert found[0][0].shape == (2, 3, 8, 8)
+    for bits, numbers in zip(*found, strict=True):
+        np.testing.assert_array_equal(bits, numbers)
+    np.testing.assert_array_equal(
+        found[0][0][0, :, [0, 1, 2, 4]], new.astype(jnp.bfloat16).astype(jnp.float32)
+    )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from xjax.kernels.pages.xla import gather
+
 _MASKED = -1e30  # finite, so that a block without any visible position makes no NaN
 _DECODE_BLOCK = 128  # tokens that one trip of a loop reads from each row; measured
 _TILE_BLOCK = 256
@@ -109,15 +111,6 @@ def _positions(page, page_size):
     return (page[..., None] * page_size + inside).reshape(*page.shape[:-1], -1)
 
 
-def _gather(pages, ids):
-    """Read pages head-major: pages [P, K, S, D], ids [..., n] -> [..., K, n * S, D] float32."""
-    num_pages, num_heads, page_size, head_dim = pages.shape
-    head = jnp.arange(num_heads, dtype=ids.dtype).reshape((1,) * (ids.ndim - 1) + (num_heads, 1))
-    strips = pages.reshape(num_pages * num_heads, page_size, head_dim)
-    found = jnp.take(strips, ids[..., None, :] * num_heads + head, axis=0, mode="clip")
-    return found.reshape(*ids.shape[:-1], num_heads, ids.shape[-1] * page_size, head_dim).astype(jnp.float32)
-
-
 def _cap(scores, soft_cap):
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
@@ -163,8 +156,8 @@ def _decode_blocks(q, k, v, table, position, static):
         ids = jnp.take_along_axis(table, page, axis=1, mode="clip")
         at = _positions(page, page_size)
         seen = _visible(at, position[:, None], static.window)
-        scores = _cap(jnp.einsum("bkgd,bktd->bkgt", q, _gather(k, ids)), static.soft_cap)
-        values = jnp.where(seen[:, None, :, None], _gather(v, ids), 0.0)
+        scores = _cap(jnp.einsum("bkgd,bktd->bkgt", q, gather(k, ids)), static.soft_cap)
+        values = jnp.where(seen[:, None, :, None], gather(v, ids), 0.0)
         return _online(carry, scores, seen[:, None, None, :], values)
 
     carry = jax.lax.fori_loop(0, trips, block, _start(q.shape[:3], head_dim))
@@ -212,8 +205,8 @@ def _tile_blocks(q, k, v, table, position, static):
             page = first + i * width + jnp.arange(width, dtype=jnp.int32)
             ids = jnp.take(table, page, mode="clip")
             at = _positions(page, page_size)
-            scores = _cap(jnp.einsum("krd,ktd->krt", folded, _gather(k, ids)), static.soft_cap)
-            values = jnp.where(_span(at, position, static.window)[None, :, None], _gather(v, ids), 0.0)
+            scores = _cap(jnp.einsum("krd,ktd->krt", folded, gather(k, ids)), static.soft_cap)
+            values = jnp.where(_span(at, position, static.window)[None, :, None], gather(v, ids), 0.0)
             return _online(carry, scores, _visible(at[None, :], rows, static.window)[None], values)
 
         carry = jax.lax.fori_loop(0, trips, block, _start(folded.shape[:2], q.shape[-1]))
@@ -257,8 +250,8 @@ def _dense_tiles(q, k, v, table, position, static):
         rows = jnp.tile(position, q.shape[1] // num_kv)[:, None]
         seen = _visible(at[None, :], rows, static.window)[None]
         span = _span(at, position, static.window)[None, :, None]
-        keys = jnp.where(span, _gather(k, table), 0.0)
-        values = jnp.where(span, _gather(v, table), 0.0)
+        keys = jnp.where(span, gather(k, table), 0.0)
+        values = jnp.where(span, gather(v, table), 0.0)
         scores = jnp.where(seen, _cap(jnp.einsum("krd,ktd->krt", folded, keys), static.soft_cap), _MASKED)
         weight = jnp.where(seen, jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))), 0.0)
         total = weight.sum(-1, keepdims=True)

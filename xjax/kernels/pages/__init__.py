@@ -6,6 +6,9 @@
     k, v              [N, K, D]     rounded to the cache dtype
     target            [N]           int32, page * S + offset; padding names page 0
 
+Pages of dtype uint16 hold the bits of bfloat16 numbers. On CPU XLA would turn a whole bfloat16 array
+into float32 and back at each write, so bfloat16 pages are kept that way there; see `page_dtype`.
+
 Which page belongs to whom is the caller's business. Only page 0 may be named twice; which of its
 writers wins is open.
 """
@@ -13,10 +16,16 @@ writers wins is open.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from xjax.kernels.pages import xla
 
 _BACKENDS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": xla.write}
+
+
+def page_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """Dtype that pages of numbers of `dtype` have on a platform ("cpu", "gpu", "tpu")."""
+    return jnp.dtype("uint16") if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
 
 
 def write(

@@ -1,6 +1,7 @@
-"""Writing keys and values into pages as one scatter each, in place under donation."""
+"""Writing keys and values into pages as one scatter each, in place under donation; and reading them."""
 
 import jax
+import jax.numpy as jnp
 
 
 def write(
@@ -17,6 +18,25 @@ def write(
     page, offset = target // page_size, target % page_size
 
     def put(pages: jax.Array, new: jax.Array) -> jax.Array:
+        if pages.dtype == jnp.uint16:
+            new = jax.lax.bitcast_convert_type(new.astype(jnp.bfloat16), jnp.uint16)
         return pages.at[page, :, offset].set(new.astype(pages.dtype), mode="promise_in_bounds")
 
     return put(k_pages, k), put(v_pages, v)
+
+
+def gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """Read pages head-major, as numbers.
+
+    pages      [P, K, S, D]         cache dtype
+    page_ids   [..., n]             int32
+    returns    [..., K, n * S, D]   float32
+    """
+    num_pages, num_heads, page_size, head_dim = pages.shape
+    head = jnp.arange(num_heads, dtype=page_ids.dtype).reshape((1,) * (page_ids.ndim - 1) + (num_heads, 1))
+    strips = pages.reshape(num_pages * num_heads, page_size, head_dim)
+    found = jnp.take(strips, page_ids[..., None, :] * num_heads + head, axis=0, mode="clip")
+    if found.dtype == jnp.uint16:
+        found = jax.lax.bitcast_convert_type(found, jnp.bfloat16)
+    shape = (*page_ids.shape[:-1], num_heads, page_ids.shape[-1] * page_size, head_dim)
+    return found.reshape(shape).astype(jnp.float32)

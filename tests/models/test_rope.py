@@ -1,0 +1,75 @@
+"""Rotary angles: every kind against its definition in float64, near and far positions."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xjax.errors import LoadError
+from xjax.models.rope import Rope, angles, inverse_frequencies, rope_from_hf, rotate
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_default_and_linear():
+    rope = rope_from_hf(None, dim=8, theta=100.0)
+    np.testing.assert_allclose(inverse_frequencies(rope), [1, 100**-0.25, 0.1, 100**-0.75])
+    for key in ("type", "rope_type"):
+        linear = rope_from_hf({key: "linear", "factor": 4}, dim=8, theta=100.0)
+        np.testing.assert_allclose(inverse_frequencies(linear), inverse_frequencies(rope) / 4)
+
+
+def test_llama3_by_wavelength():
+    rope = rope_from_hf(LLAMA3 | {"rope_theta": 500000.0}, dim=128, theta=1.0)
+    plain = inverse_frequencies(Rope(128, 500000.0))
+    ratio = inverse_frequencies(rope) / plain
+    wave = 2 * math.pi / plain
+    np.testing.assert_allclose(ratio[wave < 8192 / 4], 1.0)
+    np.testing.assert_allclose(ratio[wave > 8192], 1 / 8)
+    between = (wave >= 8192 / 4) & (wave <= 8192)
+    smooth = (8192 / wave[between] - 1) / 3
+    assert between.sum() > 3
+    np.testing.assert_allclose(ratio[between], (1 - smooth) / 8 + smooth)
+
+
+def test_dynamic_is_default_within_the_context():
+    assert rope_from_hf({"type": "dynamic", "factor": 2}, dim=8, theta=10.0) == Rope(8, 10.0)
+
+
+def test_factors_divide():
+    rope = Rope(4, 100.0, "factors", factors=(1.0, 5.0))
+    np.testing.assert_allclose(inverse_frequencies(rope), [1.0, 0.1 / 5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"rope_type": "yarn", "factor": 2}, "yarn"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial"),
+    ],
+)
+def test_what_is_not_supported_is_said(settings, word):
+    with pytest.raises(LoadError, match=word):
+        rope_from_hf(settings, dim=8, theta=10.0)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("first", [0, 8000, 130000])
+def test_rotation(first):
+    rope = rope_from_hf(LLAMA3, dim=16, theta=500000.0)
+    position = np.arange(first, first + 5)
+    x = np.random.default_rng(0).standard_normal((5, 3, 16), np.float32)
+    found = rotate(jnp.asarray(x), *angles(rope, jnp.asarray(position, jnp.int32)))
+    turned = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * position[:, None] * inverse_frequencies(rope))[
+        :, None
+    ]
+    # A float32 angle of 130,000 is exact to 0.004, as in every implementation that trained a model.
+    np.testing.assert_allclose(
+        found, np.concatenate([turned.real, turned.imag], -1), atol=1e-5 + first * 4e-7
+    )
