@@ -21,26 +21,34 @@ PROGRAM = [sys.executable, "-m", "xjax_server.cli"]
 
 @pytest.fixture(scope="module")
 def environment(smollm2_path, tmp_path_factory):
-    """A cache that holds nothing but the default model."""
-    home = tmp_path_factory.mktemp("home")
+    """A cache that holds nothing but the default model, and what the last run compiled."""
+    home, programs = tmp_path_factory.mktemp("home"), ROOT / ".cache" / "programs"
     (home / "models").mkdir()
     (home / "models" / smollm2_path.name).symlink_to(smollm2_path)
+    programs.mkdir(parents=True, exist_ok=True)
+    (home / "programs").symlink_to(programs)
     return {**os.environ, "XJAX_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
-def test_answer_of_the_default_model(environment):
+@pytest.fixture(scope="module")
+def users_environment(environment):
+    """The same without JAX's own cache of compiled programs, so that ours is what is used."""
+    return {name: value for name, value in environment.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+
+
+def test_answer_of_the_default_model(users_environment):
     result = subprocess.run(
         [*PROGRAM, "generate", "Why is the sky blue?", "--max-tokens", "12", *FLAGS],
         capture_output=True,
         text=True,
-        env=environment,
+        env=users_environment,
     )
     assert result.stdout == SKY + "\n"
     assert result.stderr.splitlines()[-1].endswith("36 prompt tokens (0 cached), 12 new tokens")
     assert result.returncode == 0
 
 
-def test_results_of_a_file(environment, tmp_path):
+def test_results_of_a_file(users_environment, tmp_path):
     lines = [
         {"prompt": "The capital of France is", "max_tokens": 8},
         {"prompt": [504, 3575, 282, 4649, 314], "max_tokens": 8, "logprobs": 2},
@@ -50,7 +58,7 @@ def test_results_of_a_file(environment, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [*PROGRAM, "generate", "--raw", "--input", str(source), "--output", str(output), *FLAGS]
-    subprocess.run(command, check=True, capture_output=True, env=environment)
+    subprocess.run(command, check=True, capture_output=True, env=users_environment)
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [item["index"] for item in found] == [0, 1, 2, 3]
     assert found[0]["outputs"][0]["token_ids"] == FRANCE_IDS

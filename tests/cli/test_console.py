@@ -1,0 +1,64 @@
+"""Progress bars on a terminal, and the last line of a run."""
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xjax_server.cli.console import ProgressBar, set_up_logging, stats_line
+
+PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
+
+
+def test_bar_is_drawn_on_a_terminal_and_keeps_off_stdout():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(
+        [*PROGRAM, "generate", "hi"], stdout=subprocess.PIPE, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        assert process.stdout.read() == b"1:hi 2:hi 3:hi \n"
+        seen = b""
+        try:
+            while data := os.read(ours, 4096):
+                seen += data
+        except OSError:
+            pass
+    os.close(ours)
+    text = seen.decode()
+    assert "loading weights" in text
+    assert "2 / 2" in text
+    assert "xjax: TTFT" in text.splitlines()[-1]
+
+
+def test_each_stage_is_one_line_elsewhere(capsys):
+    with ProgressBar() as progress:
+        for done in range(3):
+            progress("load", done, 3)
+        progress("compile", 1, 0)
+    assert capsys.readouterr().err == "xjax: loading weights\nxjax: compiling\n"
+
+
+@pytest.mark.parametrize(
+    ("ttft", "speed", "text"),
+    [
+        (0.123, 45.67, "xjax: TTFT 0.12 s, 45.7 tokens/s, 3 prompt tokens (1 cached), 9 new tokens"),
+        (None, None, "xjax: 3 prompt tokens (1 cached), 9 new tokens"),
+    ],
+)
+def test_last_line(ttft, speed, text):
+    assert stats_line(ttft=ttft, speed=speed, prompt=3, cached=1, new=9) == text
+
+
+def test_log_lines_go_to_stderr_when_asked_for(capsys):
+    set_up_logging(False)
+    logging.getLogger("xjax.engine").info("a detail")
+    logging.getLogger("xjax.engine").warning("a warning")
+    set_up_logging(True)
+    logging.getLogger("xjax.engine").info("another detail")
+    set_up_logging(False)
+    assert capsys.readouterr().err == "xjax: a warning\nxjax: another detail\n"
