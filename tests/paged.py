@@ -109,7 +109,7 @@ def run_alone(rows: PagedRows, ids: Sequence[int], chunks: Sequence[int]) -> np.
     start = 0
     for count in chunks:
         part = [int(token) for token in ids[start : start + count]]
-        if count == 1:
+        if count == 1 and rows.shape.num_decode:
             rows.step({0: part[0]}, [])
         else:
             rows.step({}, [(0, part)])
