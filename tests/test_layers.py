@@ -33,6 +33,7 @@ READS_ENVIRONMENT = {
     "xjax/config.py": "the one reader of our variables",
     "xjax/engine/build.py": "sets the number of threads, which the backend takes from there alone",
     "xjax/checkpoints/fetch/attempt.py": "hands the whole of it to a child process",
+    "xjax_server/bench/startup.py": "hands the whole of it to a child process",
 }
 
 

@@ -1,0 +1,140 @@
+"""xjax as a subject of the benchmark: requests through the engine, times from its events.
+
+What is timed is what a client of the engine sees, host work included. Knows no peer.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import xjax
+from xjax.config import PagedLayer, cache_home
+from xjax.errors import EngineError
+from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
+
+_PAGE = 16
+DECODE_ROOM = 300  # tokens after a prompt: rows that start early go on until the last one has begun
+
+
+class OurEngine:
+    """An LLM with just the pages that the cases need.
+
+    threads   processor threads
+    rows      sequences at once
+    tokens    longest sequence, prompt and answer
+    """
+
+    def __init__(self, model: str, *, threads: int, rows: int, tokens: int) -> None:
+        self._llm = xjax.LLM(
+            model,
+            threads=threads,
+            max_num_seqs=rows,
+            max_model_len=tokens,
+            num_pages=rows * -(-tokens // _PAGE) + 1,
+            page_size=_PAGE,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            compile_cache=str(cache_home() / "compiled"),
+        )
+        self._serial = itertools.count()
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes of the model in bytes and tokens, and the engine's settings."""
+        model, memory = self._llm.model, self._llm.plan.memory
+        paged = [layer for layer in model.spec if isinstance(layer, PagedLayer)]
+        config = model.config
+        embedding = config.vocab_size * config.embed_dim
+        count = memory.weights // 4
+        return {
+            "weights_bytes": memory.weights,
+            # An embedding that is also the head is read whole; one beside a head is only looked up.
+            "read_weights": count if config.tied else count - embedding,
+            "head_weights": embedding,
+            "kv_bytes_per_token": sum(8 * layer.num_kv_heads * layer.head_dim for layer in paged),
+            "pages_bytes": memory.pages_total,
+            "vocab_size": config.vocab_size,
+            "options": {name: str(value) for name, value in vars(self._llm.options).items()},
+        }
+
+    def _start(self, prompts: Sequence[Sequence[int]], times: "_Times", num_tokens: int) -> None:
+        """Run greedy requests to their end, or until `times` has seen enough."""
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, seed=0)
+        requests = [
+            Request(request_id=f"bench-{next(self._serial)}", prompt_ids=tuple(prompt), sampling=sampling)
+            for prompt in prompts
+        ]
+        self._llm.engine.prepare(requests)
+        times.row_by_id = {request.request_id: row for row, request in enumerate(requests)}
+        times.began = time.perf_counter()
+        for request in requests:
+            self._llm.engine.submit(request, times.add)
+        times.is_enough.wait()
+        for request in requests:
+            self._llm.engine.abort(request.request_id)
+        times.wait()
+
+    def check(self, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+        """Greedy `ids` after a prompt."""
+        times = _Times(1, num_tokens)
+        self._start([prompt], times, num_tokens)
+        return {"ids": times.ids[0]}
+
+    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """`seconds` [1] from submit to the event with the first token."""
+        times = _Times(1, 1)
+        self._start([prompt], times, 1)
+        return {"seconds": [times.at[0][0] - times.began]}
+
+    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
+        """`seconds` of each step in which every row decodes, and the `host_seconds` the engine counted."""
+        # One token begins the first step, and one step more is left out of the times.
+        times = _Times(len(prompts), num_tokens + 2)
+        self._start(prompts, times, DECODE_ROOM)
+        return {"seconds": times.steps(), "host_seconds": self._llm.stats()["host_seconds_median"]}
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._llm.close()
+
+
+class _Times:
+    """When each row got each of its tokens; enough is seen when the last row to begin has `wanted`."""
+
+    def __init__(self, rows: int, wanted: int) -> None:
+        self.began = 0.0
+        self.at: list[list[float]] = [[] for _ in range(rows)]
+        self.ids: list[list[int]] = [[] for _ in range(rows)]
+        self.row_by_id: dict[str, int] = {}
+        self.is_enough = threading.Event()
+        self._wanted = wanted
+        self._ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def add(self, event: TokenEvent) -> None:
+        """Note one event; the engine's output thread."""
+        row = self.row_by_id[event.request_id]
+        self.at[row] += [time.perf_counter()] * len(event.token_ids)
+        self.ids[row] += event.token_ids
+        if event.finish_reason is not None:
+            is_bad = event.finish_reason is FinishReason.ERROR
+            self._ends.put(event.error or "the request failed" if is_bad else None)
+        if event.finish_reason is not None or min(map(len, self.at)) >= self._wanted:
+            self.is_enough.set()
+
+    def wait(self) -> None:
+        """Wait for the end of every row. Raises EngineError when one failed."""
+        errors = [self._ends.get() for _ in self.at]
+        for error in errors:
+            if error is not None:
+                raise EngineError(error)
+
+    def steps(self) -> list[float]:
+        """Seconds between tokens of the row that began last, while no row has ended.
+
+        The first of them is left out: the engine is one step ahead, so that one may have had fewer rows.
+        """
+        last = max(self.at, key=lambda marks: marks[0])
+        end = min(marks[-1] for marks in self.at)
+        return [b - a for a, b in itertools.pairwise(last) if b <= end][1:]

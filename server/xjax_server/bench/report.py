@@ -1,0 +1,123 @@
+"""Results as tables, and two results side by side. Reads the saved form only."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from xjax_server.bench.samples import divide, median, shown
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _spread(summary: Mapping[str, float] | None) -> str:
+    if summary is None:
+        return "-"
+    return f"{summary['low'] * 1e3:,.1f} – {summary['high'] * 1e3:,.1f} of {summary['count']:.0f}"
+
+
+def _model_table(found: Mapping[str, Any]) -> Table:
+    columns = ("case", "engine", "ms", "range", "tokens/s", "x floor", "slower than xjax")
+    table = Table(*columns, title=found["model"], box=None, pad_edge=False, title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for name, case in found["cases"].items():
+        table.add_row(name, "floor", shown(_ms(case["floor_seconds"])), "", "", "1.00", "")
+        for engine, summary in case["seconds"].items():
+            table.add_row(
+                "",
+                engine,
+                shown(_ms(median(summary))),
+                _spread(summary),
+                shown(case["tokens_per_second"][engine]),
+                shown(case["times_the_floor"][engine], 2),
+                shown(case["ratio"][engine], 2) if engine in case["ratio"] else "",
+            )
+    return table
+
+
+def _model_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    sizes = found["sizes"]
+    yield (
+        f"parameters {sizes['weights_bytes'] / 1e6:,.0f} MB float32, "
+        f"pages {sizes['kv_bytes_per_token'] / 1e3:,.1f} kB a token"
+    )
+    for name, agrees in found["agrees"].items():
+        yield f"{name}: {'same greedy tokens' if agrees else 'OTHER TOKENS: the comparison means little'}"
+    for name, reason in found["skipped"].items():
+        yield f"{name}: skipped: {reason}"
+    for name, case in found["cases"].items():
+        if case["host_seconds"] is not None:
+            yield f"host time of a step, {name}: {shown(_ms(median(case['host_seconds'])), 2)} ms"
+    start = found["start"]
+    if start is not None:
+        for kind in ("cold", "warm"):
+            peak = median(start[f"{kind}_peak_bytes"])
+            yield (
+                f"xjax generate, {kind}: first token after {shown(median(start[f'{kind}_seconds']))} s, "
+                f"peak memory {shown(None if peak is None else peak / 1e6, 0)} MB"
+            )
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """Print a whole result."""
+    machine, flags = result["machine"], result["flags"]
+    versions = ", ".join(f"{name} {text}" for name, text in machine["versions"].items() if text)
+    console.print(
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, "
+        f"load {machine['load']}; Python {machine['python']}; {versions}"
+    )
+    console.print("flags: " + ", ".join(f"{name}={value}" for name, value in flags.items()))
+    rates = result["rates"]
+    read, gemm = rates["read_bytes_per_second"], rates["gemm_flops"]
+    if read is not None and gemm is not None:
+        console.print(
+            f"reads {read['median'] / 1e9:.1f} GB/s (best {read['high'] / 1e9:.1f}), multiplies "
+            f"{gemm['median'] / 1e9:.0f} GFLOP/s (best {gemm['high'] / 1e9:.0f}); the floor takes the best"
+        )
+    for found in result["models"]:
+        console.print()
+        console.print(_model_table(found))
+        for line in _model_lines(found):
+            console.print(line)
+    host: Mapping[str, Any] | None = result.get("host")
+    if host is not None:
+        console.print()
+        for rows, summary in host.items():
+            time = shown(_ms(median(summary)), 3)
+            console.print(f"host time of a step, null model, {rows} rows: {time} ms")
+
+
+def numbers(result: Mapping[str, Any]) -> dict[str, float]:
+    """Every median of a result by a name that two results share; what was not measured is left out."""
+    found: dict[str, float | None] = {}
+    for model in result["models"]:
+        for name, case in model["cases"].items():
+            for engine, summary in case["seconds"].items():
+                found[f"{model['model']}: {name}: {engine}: seconds"] = median(summary)
+            found[f"{model['model']}: {name}: host seconds"] = median(case["host_seconds"])
+        for name, summary in (model["start"] or {}).items():
+            found[f"{model['model']}: start: {name}"] = median(summary)
+    for rows, summary in (result.get("host") or {}).items():
+        found[f"null model: {rows} rows: host seconds"] = median(summary)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any], console: Console) -> None:
+    """Print what two results have in common, with b / a."""
+    first, second = numbers(a), numbers(b)
+    table = Table("measured", "A", "B", "B / A", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in [name for name in first if name in second]:
+        ratio = divide(second[name], first[name])
+        table.add_row(name, f"{first[name]:.5g}", f"{second[name]:.5g}", shown(ratio, 2))
+    for key in ("processor", "cores"):
+        if a["machine"][key] != b["machine"][key]:
+            console.print(f"not the same machine: {key} {a['machine'][key]} and {b['machine'][key]}")
+    if a["flags"] != b["flags"]:
+        console.print("not the same flags")
+    console.print(table)

@@ -1,0 +1,147 @@
+"""One engine in a child process, asked over pipes: a line of JSON in, a line of JSON out.
+
+    parent: Worker(command) -- {"do": "decode", ...} --> child: serve(subject)
+                            <-- {"seconds": [...]} ----
+
+`python -m xjax_server.bench.worker NAME MODEL THREADS ROWS TOKENS` starts a subject by its name.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from xjax.errors import EngineError, XjaxError
+from xjax_server.bench.ours import OurEngine
+from xjax_server.bench.torch_peer import TorchPeer
+
+Prompts = Sequence[Sequence[int]]
+
+
+class Subject(Protocol):
+    """An engine as the benchmark sees it; token ids in, seconds out."""
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes that the floor is computed from, and settings worth printing."""
+        ...
+
+    def check(self, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+        """Greedy `ids` after a prompt, to see that engines compute the same."""
+        ...
+
+    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """`seconds` [1] from a prompt to its first token."""
+        ...
+
+    def decode(self, prompts: Prompts, num_tokens: int) -> dict[str, Any]:
+        """`seconds` of each step in which every row decodes."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+def answer(subject: Subject, question: dict[str, Any]) -> dict[str, Any]:
+    """Call what a question names."""
+    do = question["do"]
+    if do == "describe":
+        return subject.describe()
+    if do == "check":
+        return subject.check(question["prompt"], question["num_tokens"])
+    if do == "prefill":
+        return subject.prefill(question["prompt"])
+    if do == "decode":
+        return subject.decode(question["prompts"], question["num_tokens"])
+    raise EngineError(f"a benchmark worker knows no {do!r}")
+
+
+def serve(subject: Subject) -> None:
+    """Answer questions from standard input until it ends; whatever else prints goes to standard error."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            reply = answer(subject, json.loads(line))
+        except XjaxError as error:
+            reply = {"error": str(error)}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    subject.close()
+
+
+class Worker:
+    """The parent's end. Raises EngineError with the child's last line when it fails."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile()
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, encoding="utf-8"
+        )
+
+    def ask(self, do: str, **question: Any) -> dict[str, Any]:
+        """Put one question and wait for its answer."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        try:
+            self._child.stdin.write(json.dumps({"do": do, **question}) + "\n")
+            self._child.stdin.flush()
+            line = self._child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise EngineError(f"{self.name} ended: {self._last_error()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise EngineError(f"{self.name}: {reply['error']}")
+        return reply
+
+    def _last_error(self) -> str:
+        self._child.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self._child.returncode}"
+
+    def close(self) -> None:
+        """End the child and wait for it."""
+        if self._child.stdin is not None:
+            try:
+                self._child.stdin.close()
+            except BrokenPipeError:
+                pass  # it ended by itself; `ask` said so
+        try:
+            self._child.wait(30)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+        self._errors.close()
+
+
+def command(name: str, model: str, *, threads: int, rows: int, tokens: int) -> list[str]:
+    """How to start a subject of this package."""
+    return [
+        sys.executable,
+        "-m",
+        "xjax_server.bench.worker",
+        name,
+        model,
+        str(threads),
+        str(rows),
+        str(tokens),
+    ]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Make the subject that the arguments name and serve it."""
+    name, model, threads, rows, tokens = arguments
+    makers: dict[str, type[OurEngine] | type[TorchPeer]] = {"xjax": OurEngine, "transformers": TorchPeer}
+    serve(makers[name](model, threads=int(threads), rows=int(rows), tokens=int(tokens)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
