@@ -22,10 +22,12 @@ ARRAY_TYPES = re.compile(r"\b(Array|ndarray|NDArray|ArrayLike)\b")
 
 # Where a broad `except` may stand, how many, and why.
 BROAD_EXCEPT = {
+    "xjax/engine/delivery.py": (1, "top of the output thread"),
     "xjax/engine/loop.py": (
-        5,
-        "tops of the two threads, and what a step or the device raises ends that step",
+        3,
+        "top of the engine thread, and what a step or the device raises ends that step",
     ),
+    "xjax/engine/warmup.py": (1, "top of a compile thread: what it raises goes to who waits"),
     "xjax/text/folder.py": (1, "tokenizers raises bare Exception"),
     "xjax_server/cli/app.py": (1, "top of the command line: one line instead of a trace"),
 }

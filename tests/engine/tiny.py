@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from xjax.config import EngineOptions
-from xjax.engine.build import Model, plan_engine, start_engine, with_defaults
+from xjax.engine.build import EnginePlan, Model, make_table, plan_engine, start_engine, with_defaults
 from xjax.engine.loop import Engine
+from xjax.engine.warmup import ProgramTable
 from xjax.models import gemma3, llama
 from xjax.models.rope import Rope
 from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -17,42 +18,78 @@ from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
 VOCAB = 96
 
 
-def _sharpen(params: Any, config: Any, family: Any, scale: float) -> Any:
-    """Scale the embedding so that logits differ clearly: a tiny random model is nearly uniform."""
-    return params.replace(embed=params.embed * scale)
+def _sharpen(params: Any, *, o: float, qkv: float, head: float) -> Any:
+    """Let every token of the context show in the next one, and clearly.
+
+    A tiny random model repeats itself, and its logits are nearly equal: so attention is scaled up
+    until its text wanders, and the head is one of its own.
+    """
+    layers = tuple(
+        replace(
+            layer, attention=replace(layer.attention, o=layer.attention.o * o, qkv=layer.attention.qkv * qkv)
+        )
+        for layer in params.layers
+    )
+    weight = head * jax.random.normal(jax.random.key(7), params.embed.shape, jnp.float32)
+    return replace(params, layers=layers, embed=params.embed * 0.5, head=weight)
 
 
 def tiny_llama() -> Model:
-    """Two layers, grouped heads, tied."""
+    """Two layers, grouped heads."""
     config = llama.Config(
         num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=64, vocab_size=VOCAB,
-        max_context=512, norm_eps=1e-5, tied=True, rope=Rope(dim=16, theta=10000.0),
+        max_context=512, norm_eps=1e-5, tied=False, rope=Rope(dim=16, theta=10000.0),
     )  # fmt: skip
     params = llama.init(jax.random.key(3), config, jnp.dtype("float32"))
-    return Model(llama, config, _sharpen(params, config, llama, 4.0), jnp.dtype("float32"))
+    return Model(llama, config, _sharpen(params, o=1.6, qkv=2, head=1.0), jnp.dtype("float32"))
 
 
 def tiny_gemma() -> Model:
     """Three window layers to one global: two page groups."""
     base = {
-        "architectures": ["Gemma3ForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64,
+        "architectures": ["Gemma3ForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32,
+        "intermediate_size": 64,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
         "sliding_window": 12, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+        "rope_local_base_freq": 10000.0, "query_pre_attn_scalar": 16, "tie_word_embeddings": False,
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     }  # fmt: skip
     config = gemma3.config_from_hf(base)
     params = gemma3.init(jax.random.key(5), config, jnp.dtype("float32"))
-    return Model(gemma3, config, _sharpen(params, config, gemma3, 4.0), jnp.dtype("float32"))
+    return Model(gemma3, config, _sharpen(params, o=4, qkv=1, head=3.0), jnp.dtype("float32"))
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A model with its plan and its table of programs, from which engines are started."""
+
+    model: Model
+    plan: EnginePlan
+    table: ProgramTable
+
+    def engine(self, *, lookahead: bool = True) -> Engine:
+        """A fresh engine; it shares the compiled programs with every other one of the kit."""
+        return start_engine(self.model, self.plan, self.table, lookahead=lookahead)
+
+
+def make_kit(model: Model, *, cache: Any = None, **options: Any) -> Kit:
+    """Small defaults; `options` as EngineOptions names them."""
+    device = jax.devices()[0]
+    given = {
+        "max_num_seqs": 4,
+        "page_size": 4,
+        "prefill_chunk_size": 64,
+        "max_model_len": 160,
+        "num_pages": 40,
+    }
+    filled = with_defaults(EngineOptions(**(given | options)), device)
+    plan = plan_engine(model, filled, device=device, available=2 << 30)
+    return Kit(model, plan, make_table(model, plan, cache=cache))
 
 
 def make_engine(model: Model, *, lookahead: bool = True, cache: Any = None, **options: Any) -> Engine:
-    """An engine with small defaults; `options` as EngineOptions names them."""
-    device = jax.devices()[0]
-    given = {"max_num_seqs": 4, "page_size": 4, "prefill_chunk_size": 32, "max_model_len": 256, "num_pages": 120}
-    filled = with_defaults(EngineOptions(**(given | options)), device)
-    plan = plan_engine(model, filled, device=device)
-    return start_engine(model, plan, lookahead=lookahead, cache=cache)
+    """An engine of a kit of its own."""
+    return make_kit(model, cache=cache, **options).engine(lookahead=lookahead)
 
 
 @dataclass
@@ -79,7 +116,8 @@ class Client:
             params = replace(params, seed=17)
         answer = Answer(params.n)
         self.engine.submit(
-            Request(request_id=f"r{self._serial}", prompt_ids=tuple(prompt), sampling=params, **request), answer
+            Request(request_id=f"r{self._serial}", prompt_ids=tuple(prompt), sampling=params, **request),
+            answer,
         )
         answer.request_id = f"r{self._serial}"
         return answer

@@ -48,20 +48,30 @@ def audit_donation(
     aliased = _aliased_arguments(text)
     for i, (leaf_name, size) in enumerate(zip(names, sizes, strict=True)):
         if size and first_argument + i not in aliased:
-            raise LoadError(f"step {name}: state leaf {leaf_name} is copied instead of updated in place (not aliased)")
+            raise LoadError(
+                f"step {name}: state leaf {leaf_name} is copied instead of updated in place (not aliased)"
+            )
     shaped = {}
     for leaf_name, size, (_, leaf) in zip(names, sizes, leaves, strict=True):
         if size >= _SMALL:
             shaped[(_hlo_dtype(leaf.dtype), ",".join(str(dim) for dim in leaf.shape))] = leaf_name
     for dtype, dims in _COPY.findall(text):
         if (dtype, dims) in shaped:
-            raise LoadError(f"step {name}: the compiler copies a buffer like state leaf {shaped[dtype, dims]}")
+            raise LoadError(
+                f"step {name}: the compiler copies a buffer like state leaf {shaped[dtype, dims]}"
+            )
     analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise LoadError(f"step {name}: the compiler does not tell what memory it uses")
     report = AuditReport(analysis.alias_size_in_bytes, analysis.temp_size_in_bytes)
     if report.aliased < sum(sizes):
-        raise LoadError(f"step {name}: {report.aliased} bytes are updated in place, the state has {sum(sizes)}")
+        raise LoadError(
+            f"step {name}: {report.aliased} bytes are updated in place, the state has {sum(sizes)}"
+        )
     if report.temporary > max_temporary:
-        raise LoadError(f"step {name}: {report.temporary} bytes of temporaries, expected at most {max_temporary}")
+        raise LoadError(
+            f"step {name}: {report.temporary} bytes of temporaries, expected at most {max_temporary}"
+        )
     return report
 
 

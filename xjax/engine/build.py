@@ -1,7 +1,7 @@
 """From a checkpoint and options to a running engine, in pieces that a notebook can use alone.
 
-    open_checkpoint -> load_model -> plan -> Engine
-                       params, spec   memory, shapes, state
+open_checkpoint -> load_model -> plan -> Engine
+                   params, spec   memory, shapes, state
 """
 
 import os
@@ -19,7 +19,7 @@ from xjax.config import CacheSpec, EngineOptions, SchedulerConfig, StepShapes, h
 from xjax.engine.loop import Engine
 from xjax.engine.memory import MemoryPlan, available_bytes, plan_memory
 from xjax.engine.step import StepSpec
-from xjax.engine.warmup import Program, ProgramCache, ProgramTable
+from xjax.engine.warmup import ProgramCache, ProgramTable
 from xjax.errors import LoadError
 from xjax.models.registry import Family, load_config
 from xjax.state.kv import EngineState, abstract_state, allocate, state_bytes
@@ -61,14 +61,19 @@ def set_threads(threads: int | None) -> None:
 
     Raises LoadError when the backend runs already with another number.
     """
-    if threads is None or os.environ.get(_THREADS_VARIABLE) == str(threads):
+    if threads is None:
         return
-    if jax._src.xla_bridge.backends_are_initialized():
+    # No public name tells whether the backend runs; without this one the check is left out.
+    bridge = getattr(getattr(jax, "_src", None), "xla_bridge", None)
+    is_running = getattr(bridge, "backends_are_initialized", None)
+    if is_running is not None and is_running():
+        if os.environ.get(_THREADS_VARIABLE) == str(threads):
+            return
         raise LoadError("--threads comes too late: JAX has started; set it before the first use of JAX")
     os.environ[_THREADS_VARIABLE] = str(threads)
 
 
-def with_defaults(options: EngineOptions, device: jax.Device) -> EngineOptions:
+def with_defaults(options: EngineOptions, device: Any) -> EngineOptions:
     """Fill in what the platform decides."""
     defaults = _CPU if device.platform == "cpu" else _ACCELERATOR
     values: dict[str, Any] = {}
@@ -81,19 +86,29 @@ def with_defaults(options: EngineOptions, device: jax.Device) -> EngineOptions:
 
 
 def load_model(
-    checkpoint: Checkpoint, *, dtype: str = "auto", device: jax.Device | None = None, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "auto",
+    device: Any = None,
+    progress: Progress | None = None,
 ) -> Model:
     """Read a checkpoint's parameters onto a device. Raises LoadError."""
     device = device or jax.devices()[0]
     name = with_defaults(EngineOptions(dtype=dtype), device).dtype
-    family, config = load_config(checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors)
+    family, config = load_config(
+        checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors
+    )
     sharding = jax.sharding.SingleDeviceSharding(device)
     report = None if progress is None else partial(progress, "load")
-    params = load_params(checkpoint, family, config, dtype=jnp.dtype(name), sharding=sharding, progress=report)
+    params = load_params(
+        checkpoint, family, config, dtype=jnp.dtype(name), sharding=sharding, progress=report
+    )
     return Model(family, config, params, jnp.dtype(name))
 
 
-def plan_engine(model: Model, options: EngineOptions, *, device: jax.Device, available: int | None = None) -> EnginePlan:
+def plan_engine(
+    model: Model, options: EngineOptions, *, device: Any, available: int | None = None
+) -> EnginePlan:
     """Decide shapes, pages and state from a model and options that `with_defaults` has filled in.
 
     available   bytes to plan with, parameters included; default: ask the device, which holds them already
@@ -103,13 +118,19 @@ def plan_engine(model: Model, options: EngineOptions, *, device: jax.Device, ava
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     if options.max_model_len is not None:
         if options.max_model_len > longest:
-            raise LoadError(f"--max-model-len {options.max_model_len} is above the model's context, {longest}")
+            raise LoadError(
+                f"--max-model-len {options.max_model_len} is above the model's context, {longest}"
+            )
         longest = options.max_model_len
     shapes = StepShapes.plan(
-        max_num_seqs=options.max_num_seqs, prefill_chunk_size=options.prefill_chunk_size, max_model_len=longest
+        max_num_seqs=options.max_num_seqs,
+        prefill_chunk_size=options.prefill_chunk_size,
+        max_model_len=longest,
     )
     kv_dtype = jnp.dtype(options.kvcache_dtype)
-    build = partial(abstract_state, spec, page_size=options.page_size, num_rows=options.max_num_seqs, dtype=kv_dtype)
+    build = partial(
+        abstract_state, spec, page_size=options.page_size, num_rows=options.max_num_seqs, dtype=kv_dtype
+    )
     groups = page_groups(spec)
     empty = build(num_pages=(0,) * len(groups))
     memory = plan_memory(
@@ -149,39 +170,40 @@ def activation_bytes(model: Model, shapes: StepShapes) -> int:
     return 2 * 4 * (tokens * width + sampled * config.vocab_size)
 
 
-def start_engine(
+def make_table(
     model: Model,
     plan: EnginePlan,
     *,
     backend: str = "xla",
     cache: Path | None = None,
     progress: Progress | None = None,
-    lookahead: bool = True,
-) -> Engine:
-    """Allocate the state and start the engine's threads; programs are compiled when first needed."""
-    sharding = jax.tree.leaves(model.params)[0].sharding
-    make_state = partial(allocate, plan.state, sharding)
+) -> ProgramTable:
+    """The empty table of compiled steps for a model and a plan; `cache` is the folder they are kept in."""
+    sharding = _sharding(model)
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), plan.state
     )
-    engines: list[Engine] = []
-
-    def note(program: Program) -> None:
-        for engine in engines:
-            engine.metrics.num_programs += 1
-            engine.metrics.num_loaded_programs += int(program.is_loaded)
-
-    table = ProgramTable(
+    return ProgramTable(
         StepSpec(model.family, model.config, backend),
         model.params,
         placed,
         cache=None if cache is None else ProgramCache(cache),
         progress=progress,
         max_temporary=4 * plan.memory.activations + (256 << 20),
-        on_compile=note,
     )
-    engine = Engine(
-        model.params, make_state, table, plan.scheduler, vocab_size=model.config.vocab_size, lookahead=lookahead
+
+
+def start_engine(model: Model, plan: EnginePlan, table: ProgramTable, *, lookahead: bool = True) -> Engine:
+    """Allocate the state and start the engine's threads; programs are compiled when first needed."""
+    return Engine(
+        model.params,
+        partial(allocate, plan.state, _sharding(model)),
+        table,
+        plan.scheduler,
+        vocab_size=model.config.vocab_size,
+        lookahead=lookahead,
     )
-    engines.append(engine)
-    return engine
+
+
+def _sharding(model: Model) -> jax.sharding.Sharding:
+    return jax.tree.leaves(model.params)[0].sharding

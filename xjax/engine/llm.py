@@ -8,14 +8,13 @@ Everything heavy is made by `engine.build`; this is the text front around it.
 """
 
 import itertools
-import threading
+import operator
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 
@@ -23,10 +22,18 @@ from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.checkpoints.hub import resolve
 from xjax.checkpoints.metadata import eos_ids, generation_defaults
 from xjax.config import EngineOptions, cache_home
-from xjax.engine.build import Progress, load_model, plan_engine, set_threads, start_engine, with_defaults
-from xjax.engine.outputs import RequestOutput, ResultBuilder, StreamChunk, failed, positions
-from xjax.errors import EngineError, LoadError, RequestError, XjaxError
-from xjax.request import FinishReason, Request, SamplingParams
+from xjax.engine.build import (
+    Progress,
+    load_model,
+    make_table,
+    plan_engine,
+    set_threads,
+    start_engine,
+    with_defaults,
+)
+from xjax.engine.outputs import Batch, RequestOutput, ResultBuilder, Stream, failed
+from xjax.errors import CapacityError, LoadError, RequestError, XjaxError
+from xjax.request import Request, SamplingParams
 from xjax.text.answer import Answer, Delta
 from xjax.text.front import Front
 from xjax.text.template import load_template
@@ -62,29 +69,36 @@ class LLM:
         set_threads(given.threads)
         home = cache_home()
         fetch = None if progress is None else _fetch_progress(progress)
-        path = resolve(None if model is None else str(model), revision=revision, cache_dir=home, progress=fetch)
+        path = resolve(
+            None if model is None else str(model), revision=revision, cache_dir=home, progress=fetch
+        )
         checkpoint = open_checkpoint(path)
         device = jax.devices()[0]
         self.options = with_defaults(given, device)
         self._tokenizer, template = None, None
         if not skip_tokenizer_init:
             self._tokenizer = load_tokenizer(checkpoint, cache_dir=home)
-            template = load_template(checkpoint, override=None if chat_template is None else Path(chat_template))
+            template = load_template(
+                checkpoint, override=None if chat_template is None else Path(chat_template)
+            )
         self._eos_ids = eos_ids(checkpoint) | (self._tokenizer.eos_ids if self._tokenizer else frozenset())
-        self._front = None if self._tokenizer is None else Front(self._tokenizer, template, eos_ids=self._eos_ids)
+        self._front = (
+            None if self._tokenizer is None else Front(self._tokenizer, template, eos_ids=self._eos_ids)
+        )
         self.has_chat_template = template is not None
         self.generation_defaults = (
             dict(generation_defaults(checkpoint)) if self.options.generation_config == "auto" else {}
         )
         self.model = load_model(checkpoint, dtype=self.options.dtype, device=device, progress=progress)
         self.plan = plan_engine(self.model, self.options, device=device)
-        self.engine = start_engine(
+        table = make_table(
             self.model,
             self.plan,
             backend=self.options.kernels,
             cache=_program_folder(self.options.compile_cache, home),
             progress=progress,
         )
+        self.engine = start_engine(self.model, self.plan, table)
         self._serial = itertools.count()
 
     # ---- many at once ----
@@ -129,43 +143,36 @@ class LLM:
             params = [params or self.default_params()] * len(jobs)
         if len(params) != len(jobs):
             raise RequestError(f"{len(jobs)} prompts but {len(params)} sampling params", param="params")
-        results: list[RequestOutput | None] = [None] * len(jobs)
-        all_done, open_jobs = threading.Event(), set(range(len(jobs)))
-        lock, submitted = threading.Lock(), []
-
-        def settle(i: int, result: RequestOutput) -> None:
-            results[i] = result
-            if on_result is not None:
-                on_result(i, result)
-            with lock:
-                open_jobs.discard(i)
-                if not open_jobs:
-                    all_done.set()
-
-        ready: list[tuple[int, Request, str | None]] = []
+        batch, ready = Batch(len(jobs), on_result), []
         for i, (prompt, encode) in enumerate(jobs):
-            text = prompt if isinstance(prompt, str) else None
+            text, request_id = prompt if isinstance(prompt, str) else None, self._next_id()
             try:
-                ready.append((i, self._request(encode(), params[i]), text))
+                ready.append((i, self._request(request_id, encode(), params[i]), text))
             except XjaxError as error:
-                settle(i, failed(self._next_id(), text, error))
-        self._prepare([request for _, request, _ in ready])
+                batch.settle(i, failed(request_id, text, error))
         try:
+            self.engine.prepare([request for _, request, _ in ready])
             for i, request, text in ready:
-                builder = ResultBuilder(request, text, self._tokenizer)
-                answer = Answer(request, self._tokenizer, self.engine, _folding(builder, partial(settle, i)))
-                try:
-                    self.engine.submit(request, answer)
-                    submitted.append(request.request_id)
-                except XjaxError as error:
-                    settle(i, failed(request.request_id, text, error))
-            while jobs and not all_done.wait(1.0):
-                pass  # woken now and then so that Ctrl-C is heard
-        except BaseException:
-            for request_id in submitted:
-                self.engine.abort(request_id)
+                self._submit(i, request, text, batch)
+            return batch.wait()
+        except BaseException as error:
+            batch.stop(error)
+            for _, request, _ in ready:
+                self.engine.abort(request.request_id)
             raise
-        return [result for result in results if result is not None]
+
+    def _submit(self, i: int, request: Request, text: str | None, batch: Batch) -> None:
+        builder = ResultBuilder(request, text, self._tokenizer)
+        answer = Answer(request, self._tokenizer, self.engine, _folding(builder, partial(batch.settle, i)))
+        while True:
+            try:
+                self.engine.submit(request, batch.sink(i, answer, request))
+                return
+            except CapacityError:
+                batch.pause(0.05)  # the queue is full, of this very batch at the latest
+            except XjaxError as error:
+                batch.settle(i, failed(request.request_id, text, error))
+                return
 
     # ---- one at a time ----
 
@@ -176,44 +183,19 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
-    ) -> Generator[StreamChunk, None, None]:
+    ) -> Stream:
         """Yield the pieces of an answer as they are made; closing the iterator aborts the request.
 
         prompt   text, token ids or a list of messages
         Raises RequestError at once for a prompt that cannot be served.
         """
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
             ids = self._encode_chat(prompt, tools=tools, **template_kwargs)  # type: ignore[arg-type]
         else:
             ids = self._encode(prompt)  # type: ignore[arg-type]
-        request = self._request(ids, params or self.default_params())
-        self._prepare([request])
-        deltas: SimpleQueue[Delta] = SimpleQueue()
-        self.engine.submit(request, Answer(request, self._tokenizer, self.engine, deltas.put))
-        return self._chunks(request, deltas)
-
-    def _chunks(self, request: Request, deltas: SimpleQueue[Delta]) -> Generator[StreamChunk, None, None]:
-        num_open, cached = request.sampling.n, 0
-        try:
-            while num_open:
-                delta = deltas.get()
-                cached = max(cached, delta.num_cached_tokens or 0)
-                num_open -= delta.finish_reason is not None
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise EngineError(delta.error or "the request failed")
-                yield StreamChunk(
-                    sample_id=delta.sample_id,
-                    text=delta.text,
-                    token_ids=delta.token_ids,
-                    logprobs=tuple(positions(delta.token_ids, delta.logprobs, self._tokenizer)),
-                    finish_reason=None if delta.finish_reason is None else str(delta.finish_reason),
-                    stop_reason=delta.stop_reason,
-                    num_prompt_tokens=len(request.prompt_ids),
-                    num_cached_tokens=cached,
-                )
-        finally:
-            if num_open:
-                self.engine.abort(request.request_id)
+        request = self._request(self._next_id(), ids, params or self.default_params())
+        self.engine.prepare([request])
+        return Stream(request, self._tokenizer, self.engine)
 
     # ---- parts ----
 
@@ -231,7 +213,8 @@ class LLM:
 
     def default_params(self) -> SamplingParams:
         """Sampling as the model's generation_config recommends it."""
-        return SamplingParams(**self.generation_defaults)
+        defaults: dict[str, Any] = self.generation_defaults
+        return SamplingParams(**defaults)
 
     def stats(self) -> Mapping[str, float]:
         """Counters and gauges of the engine."""
@@ -255,31 +238,31 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.front.encode_prompt(prompt)
-        ids = list(prompt)
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-            raise RequestError("a prompt is text or a list of token ids", param="prompt")
-        return ids
+        try:
+            return [operator.index(item) for item in prompt]
+        except TypeError as error:
+            raise RequestError("a prompt is text or a list of token ids", param="prompt") from error
 
     def _encode_chat(self, messages: Messages, **kwargs: Any) -> list[int]:
         return self.front.encode_chat(messages, **kwargs)
 
-    def _request(self, ids: Sequence[int], params: SamplingParams) -> Request:
-        serial = next(self._serial)
+    def _request(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> Request:
         if params.seed is None:
-            seed = (self.options.seed + (serial + 1) * _MIX) % 2**64
-            params = params.replace(seed=seed)
+            serial = int(request_id.rpartition("-")[2])
+            params = params.replace(seed=(self.options.seed + (serial + 1) * _MIX) % 2**64)
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
         return Request(
-            request_id=f"llm-{serial}", prompt_ids=tuple(ids), sampling=params, eos_ids=self._eos_ids, arrival=time.monotonic()
+            request_id=request_id,
+            prompt_ids=tuple(ids),
+            sampling=params,
+            eos_ids=self._eos_ids,
+            arrival=time.monotonic(),
         )
-
-    def _prepare(self, requests: Sequence[Request]) -> None:
-        self.engine.prepare(requests)
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], SupportsIndex))
 
 
 def _folding(builder: ResultBuilder, settle: Callable[[RequestOutput], None]) -> Callable[[Delta], None]:

@@ -8,13 +8,13 @@ sequences in it with an error each; if the state went with it, a new one is made
 compute again. Events reach their sinks on a second thread. No text, no sockets.
 """
 
+import atexit
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -22,26 +22,29 @@ import numpy as np
 
 from xjax.backend import EventSink
 from xjax.config import SchedulerConfig
+from xjax.engine.delivery import Delivery
 from xjax.engine.metrics import EngineMetrics
 from xjax.engine.pack import first_shapes, pack, shape_of, unpack_result
-from xjax.engine.warmup import ProgramTable
+from xjax.engine.warmup import Program, ProgramTable
 from xjax.errors import CapacityError, EngineError, RequestError, XjaxError
-from xjax.request import FinishReason, Request, TokenEvent
+from xjax.request import Request, TokenEvent
 from xjax.scheduler import Plan, Scheduler
 from xjax.state.batch import BatchShape
 from xjax.state.kv import EngineState
 
 _log = logging.getLogger(__name__)
+_COMPILE_POLL = 0.01  # seconds between looks at a program that is being compiled
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A dispatched step that was not read yet."""
+    """A dispatched step that was not read yet; times in seconds."""
 
     plan: Plan
     shape: BatchShape
     output: jax.Array
     host_seconds: float
+    dispatched: float
 
 
 class Engine:
@@ -69,30 +72,28 @@ class Engine:
         self.table = table
         self._params = params
         self._allocate = allocate
-        self._state = allocate()
+        self._state: EngineState | None = allocate()
         self._scheduler = Scheduler(config)
         self._vocab_size = vocab_size
         self._lookahead = lookahead
         self._commands: deque[Callable[[], list[TokenEvent]]] = deque()
-        self._sinks: dict[str, tuple[EventSink, int]] = {}
+        self._num_entering = 0  # submitted, not with the scheduler yet
         self._wake = threading.Condition()
-        self._outbox: SimpleQueue[list[TokenEvent] | None] = SimpleQueue()
         self._masks: dict[tuple[int, int], jax.Array] = {}
-        self._under_way: _UnderWay | None = None
+        self._under_way: deque[_UnderWay] = deque()
         self._last_read = 0.0
         self._is_stopping = False
         self._failure: str | None = None
-        self._threads = [
-            threading.Thread(target=self._run, name="xjax-engine", daemon=True),
-            threading.Thread(target=self._deliver, name="xjax-output", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._delivery = Delivery(self.abort)
+        self._thread = threading.Thread(target=self._run, name="xjax-engine", daemon=True)
+        self._thread.start()
+        # A process that ends without `close` must not tear the device down under a running step.
+        atexit.register(self.close)
 
     # ---- Backend: any thread ----
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Start to compile what these requests will need first, before they are submitted; returns at once."""
+        """Start to compile what requests that are about to be submitted need first; returns at once."""
         if not requests:
             return
         full = not all(request.sampling.is_plain for request in requests)
@@ -109,14 +110,15 @@ class Engine:
         """Queue a request; see `Backend.submit`."""
         self._check(request)
         with self._wake:
-            if self._failure is not None or self._is_stopping:
+            if self._is_stopping:
                 raise EngineError(f"the engine has stopped: {self._failure or 'it was closed'}")
-            if request.request_id in self._sinks:
+            if request.request_id in self._delivery:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
             limit = self.config.max_queue
-            if limit is not None and self._scheduler.num_queued + len(self._commands) >= limit:
+            if limit is not None and self._scheduler.num_queued + self._num_entering >= limit:
                 raise CapacityError(f"the queue is full ({limit} requests wait); try again later")
-            self._sinks[request.request_id] = (on_event, request.sampling.n)
+            self._delivery.register(request.request_id, on_event, request.sampling.n)
+            self._num_entering += 1
             self._commands.append(lambda: self._accept(request))
             self._wake.notify()
 
@@ -130,22 +132,25 @@ class Engine:
 
     def stats(self) -> Mapping[str, float]:
         """Counters and gauges of scheduler and engine by name."""
-        return {**self._scheduler.stats(), **self.metrics.snapshot()}
+        return {**self._scheduler.stats(), **self.metrics.snapshot(), **self.table.stats()}
 
     def close(self) -> None:
-        """Stop; requests still alive end with an error."""
+        """Stop and let go of parameters and state; requests still alive end with an error."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
         self.table.close()
+        self._thread.join()
+        self._delivery.close()
+        self._params, self._state = None, None
+        self._masks.clear()
+        atexit.unregister(self.close)
 
     def _command(self, command: Callable[[], list[TokenEvent]]) -> None:
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+            if not self._is_stopping:
+                self._commands.append(command)
+                self._wake.notify()
 
     def _check(self, request: Request) -> None:
         sampling = request.sampling
@@ -167,35 +172,32 @@ class Engine:
         try:
             while not self._is_stopping:
                 self._turn()
-            self._failure = "it was closed"
         except BaseException as error:  # noqa: BLE001  the top of the engine thread
-            _log.exception("engine thread failed")
+            _log.exception("the engine thread failed")
             self._failure = f"{type(error).__name__}: {error}"
-        finally:
-            self._under_way = None
-            self._end_all(self._failure or "it was closed")
-            self._outbox.put(None)
+        with self._wake:
+            self._is_stopping = True
+        self._under_way.clear()
+        self._delivery.fail_all(f"the engine has stopped: {self._failure or 'it was closed'}")
 
     def _turn(self) -> None:
         self._drain()
-        self._emit(self._scheduler.expire(time.monotonic()))
-        if self._under_way is None and not self._scheduler.has_work:
+        self._delivery.put(self._scheduler.expire(time.monotonic()))
+        if not self._under_way and not self._scheduler.has_work:
             with self._wake:
                 if not self._commands and not self._is_stopping:
                     self._wake.wait()
             return
-        if self._under_way is not None and not self._lookahead:
-            self._collect()
+        if not self._lookahead:
+            self._collect_down_to(0)
         began = time.perf_counter()
         plan = self._scheduler.plan()
-        dispatched = self._dispatch(plan, began) if plan is not None else None
-        if self._under_way is not None:
-            self._collect()
-        elif plan is None:
+        if plan is None and not self._under_way:
             with self._wake:  # every live sequence waits for something outside
                 if not self._commands and not self._is_stopping:
                     self._wake.wait(0.005)
-        self._under_way = dispatched
+        is_dispatched = plan is not None and self._dispatch(plan, time.perf_counter() - began)
+        self._collect_down_to(1 if is_dispatched else 0)
 
     def _drain(self) -> None:
         while True:
@@ -203,35 +205,59 @@ class Engine:
                 if not self._commands:
                     return
                 command = self._commands.popleft()
-            self._emit(command())
+            self._delivery.put(command())
 
     def _accept(self, request: Request) -> list[TokenEvent]:
         try:
             self._scheduler.submit(request)
         except XjaxError as error:
-            return self._all_samples(request.request_id, str(error))
+            self._delivery.fail(request.request_id, str(error))
+        with self._wake:
+            self._num_entering -= 1
         return []
 
-    def _dispatch(self, plan: Plan, began: float) -> _UnderWay | None:
-        planned = time.perf_counter() - began
+    def _dispatch(self, plan: Plan, planned: float) -> bool:
+        """Start a step; False when it could not be, and then nothing is under way."""
         try:
-            program = self.table.get(shape_of(plan, self.config))
+            program = self._program(plan)
+            if program is None:
+                return False
             began, shape = time.perf_counter(), program.shape
             vector = pack(plan, shape, page_size=self.config.page_size)
             arguments = (vector, self._all_allowed(shape)) if shape.full else (vector,)
             self._state, output = program.call(self._params, self._state, *arguments)
             output.copy_to_host_async()
         except Exception as error:  # noqa: BLE001  whatever a step raises ends that step alone
-            if self._under_way is not None:
-                self._collect()
+            self._collect_down_to(0)
             self._step_failed(plan, error)
-            return None
-        return _UnderWay(plan, shape, output, planned + time.perf_counter() - began)
+            return False
+        now = time.perf_counter()
+        self._under_way.append(_UnderWay(plan, shape, output, planned + now - began, now))
+        return True
 
-    def _collect(self) -> None:
-        """Read the step under way, commit it, emit its events."""
-        step, self._under_way = self._under_way, None
-        assert step is not None
+    def _program(self, plan: Plan) -> Program | None:
+        """The program for a plan. Commands go on while it is compiled; None when they left nothing to run."""
+        shape, state = shape_of(plan, self.config), self._state
+        while (program := self.table.find(shape)) is None:
+            self._collect_down_to(0)
+            self._drain()
+            if self._is_stopping:
+                return None
+            has_ended = all(sequence.finish_reason is not None for sequence in plan.sequences)
+            if has_ended or self._state is not state:
+                self._scheduler.cancel(plan)
+                return None
+            with self._wake:
+                if not self._commands:
+                    self._wake.wait(_COMPILE_POLL)
+        return program
+
+    def _collect_down_to(self, number: int) -> None:
+        """Read the oldest steps, commit them and emit their events until `number` are left under way."""
+        while len(self._under_way) > number:
+            self._collect(self._under_way.popleft())
+
+    def _collect(self, step: _UnderWay) -> None:
         try:
             output = np.asarray(step.output)
         except Exception as error:  # noqa: BLE001  an asynchronous failure of the device
@@ -239,26 +265,28 @@ class Engine:
             return
         read = time.perf_counter()
         result = unpack_result(output, step.shape, step.plan, vocab_size=self._vocab_size)
-        self._emit(self._scheduler.commit(step.plan, result))
-        now = time.perf_counter()
-        seconds = read - max(self._last_read, 0.0)
+        self._delivery.put(self._scheduler.commit(step.plan, result))
+        seconds = read - max(self._last_read, step.dispatched)
         self._last_read = read
-        self._scheduler.observe(step.plan, min(seconds, 60.0))
-        self.metrics.note_step(step.host_seconds + now - read, seconds)
+        self._scheduler.observe(step.plan, seconds)
+        self.metrics.note_step(step.host_seconds + time.perf_counter() - read, seconds)
 
     def _step_failed(self, plan: Plan, error: Exception) -> None:
         self.metrics.num_failed_steps += 1
         line = (str(error).splitlines() or [type(error).__name__])[0]
         _log.error("step failed: %s", line, exc_info=error)
-        self._emit(self._scheduler.fail(plan, f"the step failed: {line}"))
+        self._delivery.put(self._scheduler.fail(plan, f"the step failed: {line}"))
         if self._is_state_lost():
+            for step in self._under_way:  # ran on what was lost; whoever is only there computes again
+                self._scheduler.cancel(step.plan)
+            self._under_way.clear()
             self._scheduler.preempt_all()
             self._state = self._allocate()
 
     def _is_state_lost(self) -> bool:
         try:
             jax.block_until_ready(self._state)
-        except Exception:  # noqa: BLE001  a poisoned buffer raises what the device raised
+        except (RuntimeError, ValueError):  # a poisoned buffer raises what the device raised
             return True
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
 
@@ -268,44 +296,3 @@ class Engine:
             ones = np.full(dims, -1, np.int32)
             self._masks[dims] = jax.device_put(ones, jax.tree.leaves(self._state)[0].sharding)
         return self._masks[dims]
-
-    # ---- events ----
-
-    def _emit(self, events: list[TokenEvent]) -> None:
-        if events:
-            self._outbox.put(events)
-
-    def _all_samples(self, request_id: str, message: str) -> list[TokenEvent]:
-        entry = self._sinks.get(request_id)
-        return [
-            TokenEvent(request_id=request_id, sample_id=i, finish_reason=FinishReason.ERROR, error=message)
-            for i in range(entry[1] if entry else 0)
-        ]
-
-    def _end_all(self, message: str) -> None:
-        with self._wake:
-            self._is_stopping = True
-            sinks = dict(self._sinks)
-        for request_id in sinks:
-            self._emit(self._all_samples(request_id, f"the engine has stopped: {message}"))
-
-    def _deliver(self) -> None:
-        """Hand events to their sinks; the output thread."""
-        ended: dict[str, set[int]] = {}
-        while (events := self._outbox.get()) is not None:
-            for event in events:
-                entry = self._sinks.get(event.request_id)
-                if entry is None or event.sample_id in ended.get(event.request_id, ()):
-                    continue
-                if event.finish_reason is not None:
-                    done = ended.setdefault(event.request_id, set())
-                    done.add(event.sample_id)
-                    if len(done) == entry[1]:
-                        ended.pop(event.request_id)
-                        with self._wake:
-                            self._sinks.pop(event.request_id, None)
-                try:
-                    entry[0](event)
-                except Exception:  # noqa: BLE001  the top of the output thread
-                    _log.exception("a sink failed; its request is aborted")
-                    self.abort(event.request_id)

@@ -9,8 +9,7 @@ Knows the cache spec and sizes; never a model's name.
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from xjax.config import CacheSpec, PagedLayer, page_groups
 from xjax.errors import LoadError
@@ -146,7 +145,7 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def available_bytes(device: jax.Device) -> int:
+def available_bytes(device: Any) -> int:
     """Bytes that the engine may plan with on a device: a stated share of what is free there."""
     if device.platform == "cpu":
         return int(HOST_SHARE * host_available())

@@ -20,7 +20,7 @@ class CompileCounter:
         self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
-    def _hear(self, event: str, _seconds: float, **_: object) -> None:
+    def _hear(self, event: str, duration_secs: float, **_: object) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self.count += 1
@@ -40,8 +40,6 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_failed_steps = 0
-        self.num_programs = 0
-        self.num_loaded_programs = 0
         self.host_seconds: deque[float] = deque(maxlen=512)
         self.step_seconds: deque[float] = deque(maxlen=512)
         self.host_seconds_total = 0.0
@@ -58,8 +56,6 @@ class EngineMetrics:
         return {
             "engine_steps": self.num_steps,
             "failed_steps": self.num_failed_steps,
-            "programs_compiled": self.num_programs - self.num_loaded_programs,
-            "programs_loaded": self.num_loaded_programs,
             "host_seconds_total": self.host_seconds_total,
             "host_seconds_median": _median(self.host_seconds),
             "step_seconds_median": _median(self.step_seconds),

@@ -1,11 +1,19 @@
-"""What `LLM` returns: results shaped as users of such engines know them, folded from deltas."""
+"""What `LLM` returns: results shaped as users of such engines know them, folded from deltas.
 
+events --Answer--> deltas --ResultBuilder--> RequestOutput, all of a call in one Batch
+                          --Stream---------> StreamChunk, one after the other
+"""
+
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
-from xjax.errors import EngineError, RequestError, XjaxError
-from xjax.request import FinishReason, Request, TokenLogprobs
-from xjax.text.answer import Delta
+from xjax.backend import Backend, EventSink
+from xjax.errors import EngineError, XjaxError
+from xjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from xjax.text.answer import Answer, Delta
 from xjax.text.tokenizer import Tokenizer
 
 
@@ -98,7 +106,9 @@ class ResultBuilder:
             prompt_token_ids=list(request.prompt_ids),
             outputs=[
                 CompletionOutput(
-                    index=i, logprobs=[] if has_logprobs else None, cumulative_logprob=0.0 if has_logprobs else None
+                    index=i,
+                    logprobs=[] if has_logprobs else None,
+                    cumulative_logprob=0.0 if has_logprobs else None,
                 )
                 for i in range(request.sampling.n)
             ],
@@ -119,7 +129,10 @@ class ResultBuilder:
             output.logprobs.extend(positions(delta.token_ids, delta.logprobs, self._tokenizer))
             output.cumulative_logprob += sum(item.logprob for item in delta.logprobs)
         if delta.prompt_logprobs is not None:
-            result.prompt_logprobs = [None, *positions(self._prompt_ids[1:], delta.prompt_logprobs[1:], self._tokenizer)]
+            result.prompt_logprobs = [
+                None,
+                *positions(self._prompt_ids[1:], delta.prompt_logprobs[1:], self._tokenizer),
+            ]
         if delta.num_cached_tokens:
             result.num_cached_tokens = max(result.num_cached_tokens, delta.num_cached_tokens)
         if delta.finish_reason is None:
@@ -140,7 +153,10 @@ def positions(
     found = []
     for token_id, item in zip(token_ids, logprobs, strict=False):
         assert item is not None
-        entry = {top_id: Logprob(value, i + 1, _decoded(tokenizer, top_id)) for i, (top_id, value) in enumerate(item.top)}
+        entry = {
+            top_id: Logprob(value, i + 1, _decoded(tokenizer, top_id))
+            for i, (top_id, value) in enumerate(item.top)
+        }
         entry[token_id] = Logprob(item.logprob, item.rank, _decoded(tokenizer, token_id))
         found.append(entry)
     return found
@@ -152,5 +168,136 @@ def _decoded(tokenizer: Tokenizer | None, token_id: int) -> str | None:
 
 def failed(request_id: str, prompt: str | None, error: XjaxError) -> RequestOutput:
     """The result of a prompt that was never run."""
-    assert isinstance(error, RequestError | XjaxError)
     return RequestOutput(request_id=request_id, prompt=prompt, error=error, finished=True)
+
+
+class Batch:
+    """The results of one call of `LLM`, filled in on the output thread while the caller waits.
+
+    on_result   called with index and result as each is complete; what it raises ends the wait
+    """
+
+    def __init__(self, size: int, on_result: Callable[[int, RequestOutput], None] | None) -> None:
+        self._results: list[RequestOutput | None] = [None] * size
+        self._on_result = on_result
+        self._num_open = size
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._progress = threading.Condition()
+
+    def settle(self, i: int, result: RequestOutput) -> None:
+        """Store a result and report it; all but the first for an index are ignored."""
+        with self._lock:
+            if self._results[i] is not None or self._error is not None:
+                return
+            self._results[i] = result
+        try:
+            if self._on_result is not None:
+                self._on_result(i, result)
+        except BaseException as error:
+            self.stop(error)
+            raise
+        with self._progress:
+            self._num_open -= 1
+            self._progress.notify_all()
+
+    def stop(self, error: BaseException) -> None:
+        """Take no further results; whoever waits gets the error."""
+        with self._lock:
+            self._error = self._error or error
+        with self._progress:
+            self._progress.notify_all()
+
+    def sink(self, i: int, answer: Callable[[TokenEvent], None], request: Request) -> EventSink:
+        """Guard the sink of a request: what it raises becomes the request's result."""
+
+        def receive(event: TokenEvent) -> None:
+            try:
+                answer(event)
+            except Exception as error:
+                line = f"the answer could not be made into text: {type(error).__name__}: {error}"
+                self.settle(i, failed(request.request_id, None, EngineError(line)))
+                raise
+
+        return receive
+
+    def pause(self, seconds: float) -> None:
+        """Wait a little, or until something is complete."""
+        with self._progress:
+            if self._error is None:
+                self._progress.wait(seconds)
+
+    def wait(self) -> list[RequestOutput]:
+        """Wait for all results; they come in order. Raises what `on_result` raised."""
+        with self._progress:
+            while self._num_open and self._error is None:
+                self._progress.wait(1.0)  # woken now and then so that Ctrl-C is heard
+        if self._error is not None:
+            raise self._error
+        return [result for result in self._results if result is not None]
+
+
+class Stream(Iterator[StreamChunk]):
+    """The pieces of one answer as they are made. Closing it, or dropping it, aborts the request."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, backend: Backend) -> None:
+        self._request, self._tokenizer, self._backend = request, tokenizer, backend
+        self._deltas: SimpleQueue[Delta | Exception] = SimpleQueue()
+        self._num_open = request.sampling.n
+        self._num_cached = 0
+        # The sink must not hold this object, or dropping it would never be seen.
+        backend.submit(request, _queued(request, tokenizer, backend, self._deltas))
+
+    def __next__(self) -> StreamChunk:
+        if not self._num_open:
+            raise StopIteration
+        delta = self._deltas.get()
+        if isinstance(delta, Exception):
+            self.close()
+            raise EngineError(f"the answer could not be made into text: {delta}") from delta
+        if delta.finish_reason is FinishReason.ERROR:
+            self.close()
+            raise EngineError(delta.error or "the request failed")
+        self._num_cached = max(self._num_cached, delta.num_cached_tokens or 0)
+        self._num_open -= delta.finish_reason is not None
+        return StreamChunk(
+            sample_id=delta.sample_id,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=tuple(positions(delta.token_ids, delta.logprobs, self._tokenizer)),
+            finish_reason=None if delta.finish_reason is None else str(delta.finish_reason),
+            stop_reason=delta.stop_reason,
+            num_prompt_tokens=len(self._request.prompt_ids),
+            num_cached_tokens=self._num_cached,
+        )
+
+    def close(self) -> None:
+        """Stop; the iterator is at its end then."""
+        if self._num_open:
+            self._num_open = 0
+            self._backend.abort(self._request.request_id)
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_num_open", 0):
+            self.close()
+
+
+def _queued(
+    request: Request, tokenizer: Tokenizer | None, backend: Backend, deltas: SimpleQueue[Delta | Exception]
+) -> EventSink:
+    answer = Answer(request, tokenizer, backend, deltas.put)
+
+    def receive(event: TokenEvent) -> None:
+        try:
+            answer(event)
+        except Exception as error:
+            deltas.put(error)
+            raise
+
+    return receive

@@ -42,7 +42,10 @@ def first_shapes(
     shapes = config.shapes
     prefill_id = choose_prefill(lengths, shapes.prefill, shapes.prefill[-1][0])
     rows = next((size for size in shapes.decode_rows if size >= samples), shapes.decode_rows[-1])
-    found = [_shape(config, shapes.decode_rows[-1], prefill_id, full=full), _shape(config, rows, None, full=full)]
+    found = [
+        _shape(config, shapes.decode_rows[-1], prefill_id, full=full),
+        _shape(config, rows, None, full=full),
+    ]
     rest = lengths[0] % shapes.prefill[prefill_id][0]
     if len(lengths) == 1 and rest and lengths[0] > shapes.prefill[prefill_id][0]:
         last = choose_prefill([rest], shapes.prefill, shapes.prefill[-1][0])

@@ -7,7 +7,7 @@ A pure function of (params, state, packed). Everything static is in `StepSpec` a
 It knows no sequence and no page pool.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,7 +39,10 @@ class StepSpec:
 def output_fields(shape: BatchShape, vocab_size: int) -> tuple[tuple[str, type, tuple[int, ...]], ...]:
     """Name, numpy type and dims of each part of a step's output vector."""
     j = shape.num_sampled
-    fields: tuple[tuple[str, type, tuple[int, ...]], ...] = (("token", np.int32, (j,)), ("flags", np.int32, (j,)))
+    fields: tuple[tuple[str, type, tuple[int, ...]], ...] = (
+        ("token", np.int32, (j,)),
+        ("flags", np.int32, (j,)),
+    )
     if shape.full:
         top = min(NUM_TOP, vocab_size)
         fields += (
@@ -70,11 +73,12 @@ def step(
     """
     batch, sampled = unpack(packed, shape, embeds=embeds, backend=spec.backend)
     own = state.last_token[batch.slot[batch.row_of]]
-    batch = batch.replace(token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))
+    batch = replace(batch, token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))
     hidden, state = spec.family.forward(params, spec.config, state, batch)
     logits = spec.family.logits(params, spec.config, hidden[sampled.token], backend=spec.backend)
     choice = sample(logits, sampled, last_token=state.last_token, allowed=mask)
-    state = state.replace(
+    state = replace(
+        state,
         last_token=state.last_token.at[sampled.slot].set(choice.token),
         position=state.position.at[batch.slot].set(batch.kv_length),
     )
@@ -100,4 +104,4 @@ def trace_batch(packed: jax.Array, state: EngineState, *, shape: BatchShape, bac
     """
     batch, _ = unpack(packed, shape, backend=backend)
     own = state.last_token[batch.slot[batch.row_of]]
-    return batch.replace(token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))
+    return replace(batch, token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))

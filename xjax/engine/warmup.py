@@ -9,24 +9,28 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 
 from xjax.engine.audit import audit_donation
 from xjax.engine.step import StepSpec, step
-from xjax.errors import EngineError, LoadError, XjaxError
+from xjax.errors import EngineError, LoadError
 from xjax.state.batch import BatchShape, packed_length
 
 _STACK_BYTES = 64 << 20  # the compiler recurses deeply over unrolled layers
+_MISSES_TO_COMPILE = 32  # steps on a larger shape after which a shape gets a program of its own
+_stack_guard = threading.Lock()
+_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
@@ -99,6 +103,20 @@ class ProgramCache:
             temporary.unlink(missing_ok=True)
 
 
+def _is_good(future: Future[Program]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _start_deep(target: Callable[[], None]) -> None:
+    """Start a thread with a deep stack; the size is a setting of the whole process while it starts."""
+    with _stack_guard:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=target, name="xjax-compile").start()
+        finally:
+            threading.stack_size(before)
+
+
 def source_digest() -> str:
     """SHA-256 over the sources that a compiled step is made from."""
     root = Path(__file__).resolve().parent.parent
@@ -120,7 +138,11 @@ def _machine() -> str:
 
 
 class ProgramTable:
-    """Compiled steps by shape, for one model and one state."""
+    """Compiled steps by shape, for one model and one state.
+
+    Compile threads live only while there is something to compile, and end after what they are at
+    when the table is closed or the process wants to end.
+    """
 
     def __init__(
         self,
@@ -131,65 +153,131 @@ class ProgramTable:
         cache: ProgramCache | None = None,
         progress: Progress | None = None,
         max_temporary: int = 2 << 30,
-        on_compile: Callable[[Program], None] | None = None,
     ) -> None:
         self._spec = spec
         self._params, self._state = (jax.tree.map(_abstract, tree) for tree in (params, state))
         self._cache = cache
         self._progress = progress
         self._max_temporary = max_temporary
-        self._on_compile = on_compile
         self._lowering = threading.Lock()
         self._guard = threading.Lock()
         self._futures: dict[BatchShape, Future[Program]] = {}
-        threading.stack_size(_STACK_BYTES)
-        self._pool = ThreadPoolExecutor(max_workers=max(os.cpu_count() or 1, 1), thread_name_prefix="xjax-compile")
-        threading.stack_size(0)
+        self._line: deque[BatchShape] = deque()
+        self._num_workers = 0
+        self._misses: Counter[BatchShape] = Counter()
+        self._is_closed = False
         leaves = jax.tree.leaves((self._params, self._state))
         described = "".join(f"{leaf.dtype}{leaf.shape}{leaf.sharding}" for leaf in leaves)
         tree = jax.tree.structure((self._params, self._state))
-        build = (source_digest(), jax.__version__, jaxlib.__version__, _machine(), spec.identity)
+        build = (source_digest(), jax.__version__, version("jaxlib"), _machine(), spec.identity)
         self._fixed = "|".join((*build, described, str(tree)))
 
     @property
     def ready(self) -> list[BatchShape]:
         """Shapes that can run now."""
         with self._guard:
-            done = [(shape, future) for shape, future in self._futures.items() if future.done()]
-        return [shape for shape, future in done if future.exception() is None]
+            return [shape for shape, future in self._futures.items() if _is_good(future)]
 
-    def prepare(self, shapes: Sequence[BatchShape]) -> None:
-        """Start to make shapes ready, in this order; returns at once."""
-        for shape in shapes:
-            with self._guard:
+    def prepare(self, shapes: Sequence[BatchShape], *, first: bool = False) -> None:
+        """Start to make shapes ready, in this order, `first` before all that wait; returns at once."""
+        with self._guard:
+            if self._is_closed:
+                return
+            for shape in reversed(shapes) if first else shapes:
                 if shape not in self._futures:
-                    # Threads get their stack size when they start, which is at submit.
-                    threading.stack_size(_STACK_BYTES)
-                    self._futures[shape] = self._pool.submit(self._make, shape)
-                    threading.stack_size(0)
+                    self._futures[shape] = Future()
+                elif first and shape in self._line:
+                    self._line.remove(shape)
+                else:
+                    continue
+                (self._line.appendleft if first else self._line.append)(shape)
+            missing = min(len(self._line), os.cpu_count() or 1) - self._num_workers
+            self._num_workers += max(missing, 0)
+        for started in range(missing):
+            try:
+                _start_deep(self._work)
+            except RuntimeError as error:
+                with self._guard:
+                    self._num_workers -= missing - started
+                raise EngineError("no thread can be started to compile a step; raise the limit") from error
 
     def wait(self, shapes: Sequence[BatchShape]) -> None:
-        """Make shapes ready and wait for them. Raises LoadError when one cannot be."""
+        """Make shapes ready and wait for them. Raises LoadError or EngineError when one cannot be."""
         self.prepare(shapes)
         for done, shape in enumerate(shapes):
-            self._futures[shape].result()
+            self._result(shape)
             if self._progress is not None:
                 self._progress("compile", done + 1, len(shapes))
 
-    def get(self, shape: BatchShape) -> Program:
-        """The program of a shape or of the next larger ready one; waits only when there is none."""
+    def find(self, shape: BatchShape) -> Program | None:
+        """The program of a shape or of the next larger ready one; None while there is none.
+
+        A shape that is asked for is compiled: next of all when nothing larger is ready, else when
+        it was missed often enough to be worth it. Raises what its compilation raised.
+        """
         with self._guard:
             future = self._futures.get(shape)
-        if future is None or not future.done():
-            larger = sorted((other for other in self.ready if fits(shape, other)), key=cost)
-            if larger:
-                return self._futures[larger[0]].result()
-        self.prepare([shape])
-        return self._futures[shape].result()
+            if future is not None and _is_good(future):
+                return future.result()
+            larger = [other for other, its in self._futures.items() if _is_good(its) and fits(shape, other)]
+            best = self._futures[min(larger, key=cost)].result() if larger else None
+            self._misses[shape] += 1
+            is_wanted = best is None or self._misses[shape] == _MISSES_TO_COMPILE
+        if best is None and future is not None and future.done():
+            with self._guard:
+                del self._futures[shape]  # the next request may be luckier
+            future.result()
+        if is_wanted:
+            self.prepare([shape], first=best is None)
+        return best
+
+    def get(self, shape: BatchShape) -> Program:
+        """As `find`, but waits when there is none."""
+        return self.find(shape) or self._result(shape)
+
+    def stats(self) -> Mapping[str, float]:
+        """How many programs were compiled and how many came from the disk."""
+        with self._guard:
+            good = [future.result() for future in self._futures.values() if _is_good(future)]
+        num_loaded = sum(program.is_loaded for program in good)
+        return {"programs_compiled": len(good) - num_loaded, "programs_loaded": num_loaded}
 
     def close(self) -> None:
-        """Stop making shapes ready."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Stop making shapes ready; what waits is cancelled."""
+        with self._guard:
+            self._is_closed = True
+            self._cancel_line()
+
+    def _result(self, shape: BatchShape) -> Program:
+        future = self._futures.get(shape)
+        try:
+            if future is not None:
+                return future.result()
+        except CancelledError:
+            pass
+        raise EngineError(f"step {shape.name}: the engine was closed before it was compiled")
+
+    def _cancel_line(self) -> None:
+        while self._line:
+            self._futures[self._line.popleft()].cancel()
+
+    def _work(self) -> None:
+        """Make shapes of the line ready until it is empty; a compile thread."""
+        while True:
+            with self._guard:
+                if not threading.main_thread().is_alive():
+                    self._cancel_line()
+                if not self._line:
+                    self._num_workers -= 1
+                    return
+                shape = self._line.popleft()
+                future = self._futures[shape]
+            try:
+                program = self._make(shape)
+            except BaseException as error:  # noqa: BLE001  goes to whoever needs the shape
+                future.set_exception(error)
+            else:
+                future.set_result(program)
 
     def _arguments(self, shape: BatchShape) -> tuple[Any, ...]:
         packed = jax.ShapeDtypeStruct((packed_length(shape),), np.int32)
@@ -208,28 +296,24 @@ class ProgramTable:
             out_tree = jax.tree.structure((self._state, 0))
             call = self._cache.load(key, in_tree, out_tree)
             if call is not None:
-                return self._done(Program(shape, call, time.perf_counter() - began, True))
-        compiled = self._compile(shape, arguments)
-        if self._cache is not None:
+                return Program(shape, call, time.perf_counter() - began, True)
+        compiled, is_whole = self._compile(shape, arguments)
+        if self._cache is not None and is_whole:
             self._cache.save(key, compiled)
-        return self._done(Program(shape, compiled, time.perf_counter() - began, False))
+        return Program(shape, compiled, time.perf_counter() - began, False)
 
-    def _done(self, program: Program) -> Program:
-        if self._on_compile is not None:
-            self._on_compile(program)
-        return program
-
-    def _compile(self, shape: BatchShape, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _compile(self, shape: BatchShape, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, bool]:
+        """Trace, lower, compile and audit; the second says whether the result can be saved."""
         function = partial(step, spec=self._spec, shape=shape)
         jitted = jax.jit(function, donate_argnums=1, keep_unused=True)
         try:
             with self._lowering:
                 lowered = jitted.trace(*arguments).lower()
+            hits = _hit_watch.count()
             compiled = lowered.compile()
-        except XjaxError:
-            raise
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            raise EngineError(f"step {shape.name} could not be compiled: {str(error).splitlines()[0]}") from error
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise EngineError(f"step {shape.name} could not be compiled: {line}") from error
         audit_donation(
             compiled,
             donated=self._state,
@@ -237,7 +321,34 @@ class ProgramTable:
             name=shape.name,
             max_temporary=self._max_temporary,
         )
-        return compiled
+        return compiled, _hit_watch.count() == hits
+
+
+class _HitWatch:
+    """Tells threads whether JAX's own persistent cache answered a compilation of theirs.
+
+    An executable that came from there serializes without an error, but without its code.
+    """
+
+    def __init__(self) -> None:
+        self._hits: Counter[int] = Counter()
+        self._is_listening = False
+        self._guard = threading.Lock()
+
+    def count(self) -> int:
+        """Hits of this thread so far."""
+        with self._guard:
+            if not self._is_listening:
+                jax.monitoring.register_event_listener(self._hear)
+                self._is_listening = True
+        return self._hits[threading.get_ident()]
+
+    def _hear(self, event: str, **_: object) -> None:
+        if event == _HIT_EVENT:
+            self._hits[threading.get_ident()] += 1
+
+
+_hit_watch = _HitWatch()  # listeners are global to JAX, so there is one for the process
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

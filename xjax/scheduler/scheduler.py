@@ -6,8 +6,9 @@
     4. commit    tokens are appended, ended samples released, events made
     5. finish / abort / fail end a sample at any time
 
-Every plan is committed or failed exactly once, in the order made, and at most one is outstanding
-when the next is made. Used by one thread. Knows no device array and no text; time is an argument.
+Every plan is committed, failed or cancelled exactly once, in the order made, and at most one is
+outstanding when the next is made. Used by one thread. Knows no device array and no text; time is an
+argument.
 """
 
 import heapq
@@ -177,6 +178,12 @@ class Scheduler:
             events.append(self._end(sequence, FinishReason.ERROR, error=message))
         return events
 
+    def cancel(self, plan: Plan) -> None:
+        """Forget a step that is never read: its sequences have ended, or all are preempted with it."""
+        samples: list[bool] = plan.samples.tolist()
+        for row, sequence in enumerate(plan.sequences):
+            sequence.in_flight -= samples[row]
+
     def preempt_all(self) -> None:
         """Send every running sequence back to the line, as when the device state was lost."""
         while self._roster.drop_shared():
@@ -206,7 +213,7 @@ class Scheduler:
         roster = self._roster
         gauges: dict[str, float] = {
             "running": len(roster.running),
-            "waiting": sum(len(group.live) for group in roster.groups.values()) - len(roster.running),
+            "waiting": sum(len(group.live) for group in tuple(roster.groups.values())) - len(roster.running),
             "queued_requests": roster.num_queued,
             "longest_request": self.longest,
         }

@@ -68,6 +68,7 @@ class Answer:
                     stop=sampling.stop,
                     include_stop=sampling.include_stop_str_in_output,
                     skip_special_tokens=sampling.skip_special_tokens,
+                    min_tokens=sampling.min_tokens,
                 )
             )
             for _ in range(sampling.n)

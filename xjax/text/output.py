@@ -73,6 +73,7 @@ _matcher = functools.lru_cache(maxsize=16)(StopMatcher)
 class OutputStream:
     """The text of one sample as it grows.
 
+    min_tokens         a stop string that one of the first so many tokens completes is text like any other
     stopped            the stop string that ended the text, or None
     stop_token_count   output tokens up to and including the one that completed it
     """
@@ -84,6 +85,7 @@ class OutputStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ):
         self._bytes = tokenizer.byte_stream(skip_special_tokens=skip_special_tokens)
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -91,6 +93,7 @@ class OutputStream:
         self._node = 0
         self._held = ""
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._num_tokens = 0
         self.stopped: str | None = None
         self.stop_token_count = 0
@@ -125,7 +128,7 @@ class OutputStream:
         for position, character in enumerate(text):
             node = matcher.step(node, character)
             found = matcher.found[node]
-            if found is not None:
+            if found is not None and self._num_tokens > self._min_tokens:
                 self.stopped = found
                 self.stop_token_count = self._num_tokens
                 whole = self._held + text[: position + 1]
