@@ -63,7 +63,9 @@ def page_groups(spec: CacheSpec) -> tuple[PageGroup, ...]:
     return tuple(
         PageGroup(
             window,
-            tuple(i for i, layer in enumerate(spec) if isinstance(layer, PagedLayer) and layer.window == window),
+            tuple(
+                i for i, layer in enumerate(spec) if isinstance(layer, PagedLayer) and layer.window == window
+            ),
         )
         for window in ordered
     )
@@ -99,21 +101,36 @@ class EngineOptions:
         None, "longest prompt plus answer in tokens; default: what the model allows", low=2, high=2**30
     )
     prefill_chunk_size: int | None = _option(
-        None, "prompt tokens computed in one step; default: 512 on CPU, 2048 on accelerators", low=16, high=65536,
+        None,
+        "prompt tokens computed in one step; default: 512 on CPU, 2048 on accelerators",
+        low=16,
+        high=65536,
         aliases=("max_num_batched_tokens",),
-    )  # fmt: skip
-    kv_fraction: float = _option(
-        0.6, "share of the memory left after weights that pages may take", low=0.01, high=1.0,
-        aliases=("gpu_memory_utilization",),
-    )  # fmt: skip
-    num_pages: int | None = _option(
-        None, "pages of the largest group; default: the memory plan decides", low=2, high=2**30,
-        aliases=("num_gpu_blocks_override",),
-    )  # fmt: skip
-    page_size: int | None = _option(
-        None, "tokens in a page; default: 16 on CPU, 64 on accelerators", low=1, high=1024, aliases=("block_size",)
     )
-    dtype: str = _option("auto", "of weights and activations; auto: float32 on CPU, else bfloat16", choices=DTYPES)
+    kv_fraction: float = _option(
+        0.6,
+        "share of the memory left after weights that pages may take",
+        low=0.01,
+        high=1.0,
+        aliases=("gpu_memory_utilization",),
+    )
+    num_pages: int | None = _option(
+        None,
+        "pages of the largest group; default: the memory plan decides",
+        low=2,
+        high=2**30,
+        aliases=("num_gpu_blocks_override",),
+    )
+    page_size: int | None = _option(
+        None,
+        "tokens in a page; default: 16 on CPU, 64 on accelerators",
+        low=1,
+        high=1024,
+        aliases=("block_size",),
+    )
+    dtype: str = _option(
+        "auto", "of weights and activations; auto: float32 on CPU, else bfloat16", choices=DTYPES
+    )
     kvcache_dtype: str = _option(
         "auto", "of keys and values; auto: as --dtype", choices=DTYPES, aliases=("kv_cache_dtype",)
     )
@@ -121,10 +138,16 @@ class EngineOptions:
     threads: int | None = _option(None, "processor threads to compute with; default: all", low=1, high=1024)
     preemption_mode: str = _option("auto", "what happens when pages run out", choices=PREEMPTION_MODES)
     max_queue: int | None = _option(None, "requests that may wait; default: no limit", low=1, high=10**7)
-    generation_config: str = _option("auto", "take sampling defaults from the model or not", choices=("auto", "none"))
-    seed: int = _option(0, "seed of requests that name none; each request draws its own", low=0, high=2**63 - 1)
+    generation_config: str = _option(
+        "auto", "take sampling defaults from the model or not", choices=("auto", "none")
+    )
+    seed: int = _option(
+        0, "seed of requests that name none; each request draws its own", low=0, high=2**63 - 1
+    )
     compile_cache: str | None = _option(
-        None, "absolute folder of compiled programs, 'auto' or 'none'; default: auto on the command line, none in Python"
+        None,
+        "absolute folder of compiled programs, 'auto' or 'none'; "
+        "default: auto on the command line, none in Python",
     )
 
     def __post_init__(self) -> None:
@@ -151,7 +174,7 @@ class EngineOptions:
         """Build from names as users write them, aliases included; unknown ones raise LoadError."""
         names = {item.name: item.name for item in fields(cls)}
         for item in fields(cls):
-            names.update({alias: item.name for alias in item.metadata.get("aliases", ())})
+            names.update(dict.fromkeys(item.metadata.get("aliases", ()), item.name))
         values: dict[str, Any] = {}
         for key, value in options.items():
             if key not in names:
@@ -187,7 +210,9 @@ class StepShapes:
         prefill = tuple((size, 32) for size in (32, 128) if size < longest)
         prefill += ((longest, 128 if longest >= 512 and longest % 128 == 0 else 32),)
         scored = tuple(min(tokens, 64) for tokens, _ in prefill)
-        return cls(decode_rows=rows, prefill=prefill, num_scored=scored, num_pairs=max(4096, max_model_len + 2048))
+        return cls(
+            decode_rows=rows, prefill=prefill, num_scored=scored, num_pairs=max(4096, max_model_len + 2048)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,9 @@ one for each sample and step that produced something, the last one with a `finis
 This module knows no text, no pages and no arrays.
 """
 
+# Values come from users; annotations promise nothing about them.
+# pyright: reportUnnecessaryComparison=false, reportUnnecessaryIsInstance=false
+
 import enum
 import math
 from dataclasses import dataclass, field, replace
@@ -60,7 +63,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output
     frequency_penalty: float = 0.0  # over output
     presence_penalty: float = 0.0  # over output
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: dict[int, float] = field(default_factory=dict[int, float])
     seed: int | None = None  # None: drawn by the front that builds the request
     n: int = 1
     stop: tuple[str, ...] = ()

@@ -63,7 +63,11 @@ class BatchShape:
     @property
     def name(self) -> str:
         """Short name for logs and tables, e.g. "mixed-8+512-full"."""
-        kind = f"decode-{self.num_decode}" if not self.num_prefill else f"mixed-{self.num_decode}+{self.num_prefill}"
+        kind = (
+            f"decode-{self.num_decode}"
+            if not self.num_prefill
+            else f"mixed-{self.num_decode}+{self.num_prefill}"
+        )
         return kind + ("-full" if self.full else "")
 
 
@@ -88,7 +92,9 @@ _FIELDS = (
     _Field("adapter", "i", lambda s: (s.num_rows,)),
     _Field("recurrent_read", "i", lambda s: (s.num_rows if s.has_recurrent else 0,), lambda s: s.trash_row),
     _Field("recurrent_write", "i", lambda s: (s.num_rows if s.has_recurrent else 0,), lambda s: s.trash_row),
-    _Field("recurrent_snapshot", "i", lambda s: (s.num_rows if s.has_recurrent else 0,), lambda s: s.trash_row),
+    _Field(
+        "recurrent_snapshot", "i", lambda s: (s.num_rows if s.has_recurrent else 0,), lambda s: s.trash_row
+    ),
     _Field("rope_position", "i", lambda s: (s.num_axes, s.num_tokens) if s.num_axes > 1 else (0,)),
     _Field("embed_index", "i", lambda s: (s.num_embeds,), lambda s: s.num_tokens),
     _Field("sample_token", "i", lambda s: (s.num_sampled,)),
@@ -246,7 +252,9 @@ class Batch:
     backend: str = struct.field(pytree_node=False, default="xla")
 
 
-def unpack(packed: jax.Array, shape: BatchShape, *, embeds: jax.Array | None = None, backend: str = "xla") -> tuple[Batch, Sampled]:
+def unpack(
+    packed: jax.Array, shape: BatchShape, *, embeds: jax.Array | None = None, backend: str = "xla"
+) -> tuple[Batch, Sampled]:
     """Slice the vector of `shape` inside a jit.
 
     packed   [packed_length(shape)] int32

@@ -5,6 +5,8 @@ updates them in place and a swap moves lists of per-layer arrays. Which page bel
 the host's business; nothing here knows a sequence.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -58,13 +60,13 @@ def abstract_state(
     for layer_id, layer in enumerate(spec):
         if isinstance(layer, PagedLayer):
             shape = (num_pages[group_of[layer_id]], layer.num_kv_heads, page_size, layer.head_dim)
-            leaf = jax.ShapeDtypeStruct(shape, dtype)
+            leaf: Any = jax.ShapeDtypeStruct(shape, dtype)
             kv.append(LayerKV(leaf, leaf))
             recurrent.append(None)
         else:
             kv.append(None)
             recurrent.append(abstract_recurrent(layer, num_rows, num_snapshots))
-    rows = jax.ShapeDtypeStruct((num_rows + 1,), jnp.int32)
+    rows: Any = jax.ShapeDtypeStruct((num_rows + 1,), jnp.int32)
     return EngineState(tuple(kv), tuple(recurrent), rows, rows)
 
 

@@ -5,6 +5,8 @@ sequence reads it), then come Q snapshot slots. A step reads one slot and writes
 snapshot costs nothing but its write.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -37,7 +39,8 @@ def zero_slot(num_rows: int) -> int:
 def abstract_recurrent(layer: RecurrentLayer, num_rows: int, num_snapshots: int) -> Recurrent:
     """Describe the slots of one layer with ShapeDtypeStructs."""
     slots = num_rows + 2 + num_snapshots
+    leaf: Any = jax.ShapeDtypeStruct
     return Recurrent(
-        s=jax.ShapeDtypeStruct((slots, layer.num_heads, layer.key_dim, layer.value_dim), jnp.float32),
-        conv=jax.ShapeDtypeStruct((slots, layer.conv_channels, max(layer.conv_width - 1, 0)), jnp.float32),
+        s=leaf((slots, layer.num_heads, layer.key_dim, layer.value_dim), jnp.float32),
+        conv=leaf((slots, layer.conv_channels, max(layer.conv_width - 1, 0)), jnp.float32),
     )

@@ -11,7 +11,7 @@ Knows the engine only as `xjax.LLM`.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -238,11 +238,15 @@ def _ask(llm: "xjax.LLM", jobs: list[Job], results: ResultWriter, progress: Prog
     this program, not that thread.
     """
     done: SimpleQueue[tuple[int, xjax.RequestOutput] | None] = SimpleQueue()
+
+    def hand_over(position: int, result: "xjax.RequestOutput") -> None:
+        done.put((position, result))
+
     prompts: Any = [job.prompt for job in jobs]
     params = [job.params for job in jobs if job.params is not None]
-    ask = llm.chat if jobs[0].is_chat else llm.generate
+    ask: Callable[..., list[xjax.RequestOutput]] = llm.chat if jobs[0].is_chat else llm.generate
     pool = ThreadPoolExecutor(1)
-    future = pool.submit(ask, prompts, params, on_result=lambda i, result: done.put((i, result)))
+    future = pool.submit(ask, prompts, params, on_result=hand_over)
     future.add_done_callback(lambda _: done.put(None))
     pool.shutdown(wait=False)
     while (item := done.get()) is not None:

@@ -6,7 +6,7 @@ Ctrl-C stops the answer and keeps the chat, with what was said so far; Ctrl-D le
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Annotated, Any
 
 import typer
@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _uninterrupted() -> Generator[None]:
     """Ignore Ctrl-C while something is put in order."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

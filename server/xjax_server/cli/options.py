@@ -80,7 +80,7 @@ class Flags:
     def open_engine(self, progress: ProgressBar) -> "xjax.LLM":
         """Load the model; raises LoadError."""
         set_up_logging(self.verbose)
-        options = {"compile_cache": "auto", **self.engine}
+        options: dict[str, Any] = {"compile_cache": "auto", **self.engine}
         # Wrong options are reported before anything is downloaded.
         EngineOptions.from_mapping(options)
         return xjax.LLM(

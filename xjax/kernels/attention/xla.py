@@ -70,7 +70,7 @@ def _attend_forward(q, k, v, table, row_of, position, static):
 
 def _attend_backward(static, saved, gradient):
     q, k, v, *where = saved
-    _, pull = jax.vjp(lambda q, k, v: dense(q, k, v, *where, static), q, k, v)
+    _, pull = jax.vjp(lambda q, k, v: dense(q, k, v, *where, static), q, k, v)  # pyright: ignore[reportCallIssue]
     return *pull(gradient), None, None, None
 
 
