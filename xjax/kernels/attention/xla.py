@@ -9,8 +9,8 @@ row's arithmetic is in an order of its own, whatever else is in the batch. Such 
 differentiated backwards: the gradient is that of `dense`, the same sums over all pages at once.
 """
 
-import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +58,7 @@ def attend(
     return _attend(q, k, v, table, row_of, position, static)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(q, k, v, table, row_of, position, static):
+def _blocks(q, k, v, table, row_of, position, static):
     return _regions(_decode_blocks, _tile_blocks, q, k, v, table, row_of, position, static)
 
 
@@ -74,6 +73,7 @@ def _attend_backward(static, saved, gradient):
     return *pull(gradient), None, None, None
 
 
+_attend: Any = jax.custom_vjp(_blocks, nondiff_argnums=(6,))
 _attend.defvjp(_attend_forward, _attend_backward)
 
 

@@ -29,13 +29,12 @@ def gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """Read pages head-major, as numbers.
 
     pages      [P, K, S, D]         cache dtype
-    page_ids   [..., n]             int32
+    page_ids   [..., n]             int32, each below P
     returns    [..., K, n * S, D]   float32
     """
-    num_pages, num_heads, page_size, head_dim = pages.shape
+    _, num_heads, page_size, head_dim = pages.shape
     head = jnp.arange(num_heads, dtype=page_ids.dtype).reshape((1,) * (page_ids.ndim - 1) + (num_heads, 1))
-    strips = pages.reshape(num_pages * num_heads, page_size, head_dim)
-    found = jnp.take(strips, page_ids[..., None, :] * num_heads + head, axis=0, mode="clip")
+    found = pages.at[page_ids[..., None, :], head].get(mode="promise_in_bounds")
     if found.dtype == jnp.uint16:
         found = jax.lax.bitcast_convert_type(found, jnp.bfloat16)
     shape = (*page_ids.shape[:-1], num_heads, page_ids.shape[-1] * page_size, head_dim)
