@@ -127,9 +127,14 @@ class Bench:
         return {name: found == ids[OURS] for name, found in ids.items() if name != OURS}
 
     def warm(self) -> None:
-        """Run each case once and forget it: programs are compiled here, small cases first."""
+        """Run cases once and forget them: programs are compiled here, small cases first.
+
+        Peers compile nothing: for them one row is enough to touch every weight.
+        """
         for case in sorted(cases_of(self.plan), key=lambda case: case.rows):
             for name, subject in self._workers.items():
+                if name in PEERS and case.rows > 1:
+                    continue
                 self._say(f"warming {name}: {case.name}")
                 ask(subject, case, self.prompts(case), self.plan.steps)
 

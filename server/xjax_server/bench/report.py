@@ -8,6 +8,8 @@ from rich.table import Table
 
 from xjax_server.bench.samples import divide, median, shown
 
+_NOTHING: Mapping[str, Any] = {}
+
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
@@ -83,7 +85,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         console.print(_model_table(found))
         for line in _model_lines(found):
             console.print(line)
-    host: Mapping[str, Any] | None = result.get("host")
+    host: Mapping[str, Any] | None = result["host"]
     if host is not None:
         console.print()
         for rows, summary in host.items():
@@ -99,9 +101,11 @@ def numbers(result: Mapping[str, Any]) -> dict[str, float]:
             for engine, summary in case["seconds"].items():
                 found[f"{model['model']}: {name}: {engine}: seconds"] = median(summary)
             found[f"{model['model']}: {name}: host seconds"] = median(case["host_seconds"])
-        for name, summary in (model["start"] or {}).items():
+        start: Mapping[str, Any] = model["start"] or _NOTHING
+        for name, summary in start.items():
             found[f"{model['model']}: start: {name}"] = median(summary)
-    for rows, summary in (result.get("host") or {}).items():
+    host: Mapping[str, Any] = result["host"] or _NOTHING
+    for rows, summary in host.items():
         found[f"null model: {rows} rows: host seconds"] = median(summary)
     return {name: value for name, value in found.items() if value is not None}
 

@@ -18,7 +18,10 @@ from xjax.errors import EngineError
 
 @dataclass(frozen=True)
 class Start:
-    """One run of the command: seconds to the first byte and to the end, peak resident bytes."""
+    """One run of the command: seconds to the first byte and to the end, peak resident bytes.
+
+    The system lets a child begin with the peak of its parent, so a peak below ours cannot be seen.
+    """
 
     first_seconds: float
     total_seconds: float
