@@ -72,8 +72,8 @@ class Kit:
         return start_engine(self.model, self.plan, self.table, lookahead=lookahead)
 
 
-def make_kit(model: Model, *, cache: Any = None, **options: Any) -> Kit:
-    """Small defaults; `options` as EngineOptions names them."""
+def make_kit(model: Model, *, cache: Any = None, rows: tuple[int, ...] = (1, 4), **options: Any) -> Kit:
+    """Small defaults, and few shapes, since each takes seconds; `options` as EngineOptions names them."""
     device = jax.devices()[0]
     given = {
         "max_num_seqs": 4,
@@ -84,6 +84,8 @@ def make_kit(model: Model, *, cache: Any = None, **options: Any) -> Kit:
     }
     filled = with_defaults(EngineOptions(**(given | options)), device)
     plan = plan_engine(model, filled, device=device, available=2 << 30)
+    shapes = replace(plan.scheduler.shapes, decode_rows=rows, prefill=((64, 16),), num_scored=(16,))
+    plan = replace(plan, scheduler=replace(plan.scheduler, shapes=shapes))
     return Kit(model, plan, make_table(model, plan, cache=cache))
 
 
@@ -147,6 +149,11 @@ class Answer:
             sample.reason, sample.error = event.finish_reason, event.error
             if all(item.reason is not None for item in self.samples):
                 self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended."""
+        return self._done.is_set()
 
     def wait(self, seconds: float = 120.0) -> list[Sample]:
         """Wait for the end of every sample."""

@@ -33,7 +33,7 @@ MINIMA = {
     "aborts_prefilling": 5,
     "aborts_decoding": 25,
     "aborts_preempted": 5,
-    "ends_in_line": 2,
+    "ends_in_line": 1,
     "ends_length": 500,
     "ends_stop": 100,
     "ends_abort": 100,

@@ -193,8 +193,11 @@ def make_table(
     )
 
 
-def start_engine(model: Model, plan: EnginePlan, table: ProgramTable, *, lookahead: bool = True) -> Engine:
+def start_engine(
+    model: Model, plan: EnginePlan, table: ProgramTable | None = None, *, lookahead: bool = True
+) -> Engine:
     """Allocate the state and start the engine's threads; programs are compiled when first needed."""
+    table = table or make_table(model, plan)
     return Engine(
         model.params,
         partial(allocate, plan.state, _sharding(model)),

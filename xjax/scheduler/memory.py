@@ -88,22 +88,23 @@ class PageBook:
     def __init__(self, config: SchedulerConfig, rows: RowTable) -> None:
         self.page_size = config.page_size
         self.pools = tuple(PagePool(count) for count in config.num_pages)
-        self._windows = [(group, window) for group, window in enumerate(config.windows) if window is not None]
+        self._windows = {group: window for group, window in enumerate(config.windows) if window is not None}
         self._rows = rows
-        longest_chunk = config.shapes.prefill[-1][0]
-        self._most = [_UNLIMITED] * len(self.pools)  # pages that one sequence holds at once
-        for group, window in self._windows:
-            most = -(-(window - 1 + longest_chunk) // self.page_size) + 1
-            self._most[group] = min(most, self.pools[group].num_usable)
+        self._longest_chunk = config.shapes.prefill[-1][0]
 
-    def pages_at_once(self, group: int, num_tokens: int) -> int:
-        """Most pages of a group that a sequence of `num_tokens` holds at any one time."""
-        return min(-(-num_tokens // self.page_size), self._most[group])
+    def pages_at_once(self, group: int, num_tokens: int, num_left: int = _UNLIMITED) -> int:
+        """Most pages of a group that `num_tokens` hold at one time, `num_left` of them not computed yet."""
+        pages = -(-num_tokens // self.page_size)
+        window = self._windows.get(group)
+        if window is None:
+            return pages
+        most = -(-(window - 1 + min(num_left, self._longest_chunk)) // self.page_size) + 1
+        return min(pages, most, self.pools[group].num_usable)
 
     def capacity(self) -> int:
         """Tokens of the longest sequence that can go on alone in the empty pools."""
         least = dict(enumerate([_UNLIMITED] * len(self.pools)))
-        for group, window in self._windows:
+        for group, window in self._windows.items():
             # To go on by one token: the pages under its window, which may begin inside a page.
             least[group] = -(-(window - 1) // self.page_size) + 1
         short = [pool.num_usable for group, pool in enumerate(self.pools) if pool.num_usable < least[group]]
@@ -132,7 +133,7 @@ class PageBook:
 
     def pass_window(self, sequence: Sequence, position: int) -> None:
         """Give back pages that no token from `position` on can see."""
-        for group, window in self._windows:
+        for group, window in self._windows.items():
             first = sequence.num_passed[group]
             passed = (position - window + 1) // self.page_size
             if passed <= first:

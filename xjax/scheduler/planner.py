@@ -122,7 +122,7 @@ class Planner:
                 held = self._roster.group_of(sequence).num_held(group)
             else:
                 held = len(pages) - sequence.num_passed[group]
-            needs.append(max(self._book.pages_at_once(group, num_tokens) - held, 0))
+            needs.append(max(self._book.pages_at_once(group, num_tokens, sequence.num_left) - held, 0))
         return needs
 
     # ---- prefill ----
