@@ -19,6 +19,12 @@ DEVICE_SHARE = 0.92  # of an accelerator's memory limit
 PROGRAM_BYTES = 60 << 20  # one compiled program on the CPU
 RUNTIME_BYTES = 400 << 20  # libraries and the first program
 
+# Limit, usage, and what of the usage is droppable file cache: control groups version 2 and 1.
+_CONTROL_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -105,7 +111,9 @@ def plan_memory(
     longest = max_model_len
     tokens = max_model_len * max_num_seqs
     for group, count, most in zip(groups, pages, need, strict=True):
-        if most > count - 1:
+        # A window needs few pages to go on by one token; chunks shrink to what there is.
+        least = most if group.window is None else -(-(group.window - 1) // page_size) + 1
+        if min(most, least) > count - 1:
             longest = min(longest, (count - 1) * page_size)
         if group.window is None:
             tokens = min(tokens, (count - 1) * page_size)
@@ -157,16 +165,45 @@ def available_bytes(device: Any) -> int:
 
 
 def host_available(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: the machine's free memory and its container's limit."""
+    """Bytes that this process may still take: the machine's free memory and its containers' limits.
+
+    A limit may stand at any level above the process: inside a container its own group is the root
+    of what can be seen, outside it is a path below.
+    """
     available = _meminfo(root / "proc/meminfo")
-    for limit, usage in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        most, used = _number(root / limit), _number(root / usage)
-        if most is not None and used is not None:
-            available = min(available, max(most - used, 0))
+    for folder in _control_groups(root):
+        for limit, usage, cache in _CONTROL_FILES:
+            most, used = _number(folder / limit), _number(folder / usage)
+            if most is not None and used is not None:
+                used -= _stat(folder / "memory.stat", cache)  # file pages that can be dropped
+                available = min(available, max(most - max(used, 0), 0))
     return available
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """Folders of this process's control groups, version 1 and 2, up to their roots."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    folders: list[Path] = []
+    for line in ("0::/", ":memory:/", *lines):
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("memory" if kinds else "")
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        folders += [base.joinpath(*parts[:size]) for size in range(len(parts) + 1)]
+    return list(dict.fromkeys(folders))
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
 
 
 def _meminfo(path: Path) -> int:
