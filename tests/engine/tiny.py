@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ def make_kit(model: Model, *, cache: Any = None, rows: tuple[int, ...] = (1, 4),
     plan = plan_engine(model, filled, device=device, available=2 << 30)
     shapes = replace(plan.scheduler.shapes, decode_rows=rows, prefill=((64, 16),), num_scored=(16,))
     plan = replace(plan, scheduler=replace(plan.scheduler, shapes=shapes))
-    return Kit(model, plan, make_table(model, plan, cache=cache))
+    return Kit(model, plan, make_table(model, plan, cache=None if cache is None else Path(cache)))
 
 
 def make_engine(model: Model, *, lookahead: bool = True, cache: Any = None, **options: Any) -> Engine:

@@ -74,8 +74,8 @@ def step(
     batch, sampled = unpack(packed, shape, embeds=embeds, backend=spec.backend)
     own = state.last_token[batch.slot[batch.row_of]]
     batch = replace(batch, token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))
-    hidden, state = spec.family.forward(params, spec.config, state, batch)
-    logits = spec.family.logits(params, spec.config, hidden[sampled.token], backend=spec.backend)
+    hidden, state = spec.family.forward(params, spec.config, state, batch, wanted=sampled.token)
+    logits = spec.family.logits(params, spec.config, hidden, backend=spec.backend)
     choice = sample(logits, sampled, last_token=state.last_token, allowed=mask)
     state = replace(
         state,

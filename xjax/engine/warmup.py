@@ -7,11 +7,13 @@ shape is not ready runs on the next larger ready one.
 
 import hashlib
 import os
+import pickle
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +32,7 @@ from xjax.state.batch import BatchShape, packed_length
 _STACK_BYTES = 64 << 20  # the compiler recurses deeply over unrolled layers
 _MISSES_TO_COMPILE = 32  # steps on a larger shape after which a shape gets a program of its own
 _stack_guard = threading.Lock()
+_STALE_SECONDS = 86400
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -67,8 +70,10 @@ class ProgramCache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, key: str, in_tree: Any, out_tree: Any) -> Callable[..., Any] | None:
-        """The program saved under `key`, or None."""
+    def load(
+        self, key: str, in_tree: Any, out_tree: Any, devices: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """The program saved under `key`, to run on `devices`, or None."""
         path = self.folder / key
         try:
             if path.stat().st_uid != os.getuid():
@@ -77,14 +82,16 @@ class ProgramCache:
         except OSError:
             return None
         digest, payload = data[:32], data[32:]
-        if hashlib.sha256(payload).digest() != digest:
+        if hashlib.sha256(payload).digest() == digest:
+            try:
+                return serialize_executable.deserialize_and_load(
+                    payload, in_tree, out_tree, execution_devices=devices
+                )
+            except (ValueError, RuntimeError, TypeError, EOFError, pickle.UnpicklingError):
+                pass
+        with suppress(OSError):
             path.unlink(missing_ok=True)
-            return None
-        try:
-            return serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
-        except (ValueError, RuntimeError, TypeError, jax.errors.JaxRuntimeError):
-            path.unlink(missing_ok=True)
-            return None
+        return None
 
     def save(self, key: str, compiled: jax.stages.Compiled) -> None:
         """Keep a program that was really compiled here; a full disk is no error."""
@@ -99,8 +106,16 @@ class ProgramCache:
                 file.write(hashlib.sha256(payload).digest())
                 file.write(payload)
             temporary.replace(self.folder / key)
+            self._sweep()
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left behind."""
+        for path in self.folder.glob("*.tmp"):
+            if path.stat().st_mtime < time.time() - _STALE_SECONDS:
+                path.unlink(missing_ok=True)
 
 
 def _is_good(future: Future[Program]) -> bool:
@@ -294,7 +309,7 @@ class ProgramTable:
         if self._cache is not None:
             in_tree = jax.tree.structure((arguments, {}))
             out_tree = jax.tree.structure((self._state, 0))
-            call = self._cache.load(key, in_tree, out_tree)
+            call = self._cache.load(key, in_tree, out_tree, _devices(self._state))
             if call is not None:
                 return Program(shape, call, time.perf_counter() - began, True)
         compiled, is_whole = self._compile(shape, arguments)
@@ -349,6 +364,14 @@ class _HitWatch:
 
 
 _hit_watch = _HitWatch()  # listeners are global to JAX, so there is one for the process
+
+
+def _devices(tree: Any) -> list[Any]:
+    """The devices that a tree lies on, in the order of its mesh."""
+    sharding = jax.tree.leaves(tree)[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return list(sharding.mesh.devices.flat)
+    return list(sharding.device_set)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

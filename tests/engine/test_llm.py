@@ -1,0 +1,329 @@
+"""`LLM` over a tiny folder: results in order, errors in their places, streams, stops, interrupts."""
+
+import _thread
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.engine.tiny_folder import CONTEXT, make_tokenizer, write_folder
+from xjax import LLM, EngineError, LoadError, RequestError, SamplingParams
+from xjax.engine import outputs
+from xjax.engine.build import set_threads
+
+pytestmark = pytest.mark.device
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+OPTIONS = {"max_num_seqs": 4, "page_size": 8, "prefill_chunk_size": 32, "num_pages": 120}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder, tmp_path_factory):
+    with LLM(folder, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def is_idle(llm):
+    for _ in range(400):
+        stats = llm.stats()
+        if not (stats["running"] or stats["waiting"] or stats["pages_used_0"]):
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_text_is_the_decoded_tokens(llm, tokenizer):
+    result = llm.generate("Hello there", GREEDY)[0]
+    assert (result.prompt, result.error, result.finished) == ("Hello there", None, True)
+    assert result.prompt_token_ids == tokenizer.encode("Hello there").ids
+    output = result.outputs[0]
+    assert (output.finish_reason, output.stop_reason, len(output.token_ids)) == ("length", None, 24)
+    assert output.text == tokenizer.decode(output.token_ids) and len(set(output.text)) > 8
+    assert result.metrics.num_output_tokens == 24 and result.metrics.tokens_per_second > 0
+    again = llm.generate([result.prompt_token_ids], GREEDY)[0]
+    assert again.prompt is None and again.outputs[0].token_ids == output.token_ids
+    array = llm.generate(np.array(result.prompt_token_ids), GREEDY)[0]
+    assert array.outputs[0].token_ids == output.token_ids
+
+
+def test_results_are_in_order_with_errors_in_their_places(llm):
+    prompts = ["abc", "", [5, 6, 7], [10**6], "x" * 400, [], "abc", ["no", "ids"]]
+    seen = {}
+    results = llm.generate(prompts, GREEDY, on_result=lambda i, result: seen.setdefault(i, result))
+    assert [result.error is None for result in results] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert results[0].outputs[0].text == results[6].outputs[0].text
+    assert seen == dict(enumerate(results))
+    assert "empty" in str(results[1].error) and "0..98" in str(results[3].error)
+    assert "400 tokens" in str(results[4].error) and str(CONTEXT) in str(results[4].error)
+    assert all(isinstance(result.error, RequestError) for result in results if result.error)
+    assert llm.generate([], GREEDY) == []
+
+
+def test_each_prompt_can_have_its_own_parameters(llm):
+    both = [GREEDY.replace(max_tokens=3), GREEDY.replace(max_tokens=5)]
+    assert [len(r.outputs[0].token_ids) for r in llm.generate(["a", "b"], both)] == [3, 5]
+    with pytest.raises(RequestError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], both[:1])
+
+
+def test_chat_goes_through_the_template(llm, tokenizer):
+    messages = [{"role": "user", "content": "Hi </s>"}]
+    result = llm.chat(messages, GREEDY)[0]
+    expected = [0, 2, *tokenizer.encode("Hi <").ids, *[tokenizer.token_to_id(c) for c in "/s>"], 1, 3]
+    assert result.prompt_token_ids == expected
+    batch = llm.chat([messages, [{"role": "user", "content": 3}], messages], GREEDY)
+    assert [item.error is None for item in batch] == [True, False, True]
+    assert batch[2].outputs[0].token_ids == result.outputs[0].token_ids
+
+
+def test_max_tokens_is_clipped_to_the_context(llm):
+    output = llm.generate("abcd", GREEDY.replace(max_tokens=32000))[0].outputs[0]
+    assert len(output.token_ids) == CONTEXT - 4 and output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(("start", "size"), [(0, 1), (3, 5), (11, 2), (19, 5)])
+def test_stop_strings(llm, start, size, include):
+    whole = llm.generate("Tell me", GREEDY)[0].outputs[0]
+    stop = whole.text[start : start + size]
+    at = whole.text.index(stop)
+    params = GREEDY.replace(stop=("~nowhere~", stop), include_stop_str_in_output=include)
+    result = llm.generate("Tell me", params)[0]
+    output = result.outputs[0]
+    assert output.text == whole.text[: at + (size if include else 0)]
+    assert output.token_ids == whole.token_ids[: at + size], (
+        "usage counts to the token that completed the stop"
+    )
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert result.metrics.num_output_tokens == at + size
+    pieces = list(llm.stream("Tell me", params))
+    assert "".join(piece.text for piece in pieces) == output.text
+    assert sum(len(piece.token_ids) for piece in pieces) == at + size
+    assert is_idle(llm)
+
+
+def test_min_tokens_holds_back_stop_strings(llm):
+    whole = llm.generate("Tell me", GREEDY)[0].outputs[0].text
+    stop = whole[2]
+    later = [i for i, character in enumerate(whole) if character == stop and i >= 5]
+    params = GREEDY.replace(stop=(stop,), min_tokens=5)
+    output = llm.generate("Tell me", params)[0].outputs[0]
+    assert output.text == (whole[: later[0]] if later else whole)
+    assert len(output.token_ids) >= 5
+    params = params.replace(min_tokens=2)
+    assert llm.generate("Tell me", params)[0].outputs[0].text == whole[: whole.index(stop, 2)]
+
+
+def test_stop_token_ids(llm):
+    whole = llm.generate("Tell me", GREEDY)[0].outputs[0]
+    stop_id = whole.token_ids[4]
+    at = whole.token_ids.index(stop_id)
+    output = llm.generate("Tell me", GREEDY.replace(stop_token_ids=(stop_id,)))[0].outputs[0]
+    assert (output.text, output.token_ids) == (whole.text[:at], whole.token_ids[: at + 1])
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop_id)
+
+
+def test_an_end_token_of_generation_config_ends_the_answer(llm):
+    """Id 3 is in generation_config.json alone."""
+    params = SamplingParams(temperature=0, max_tokens=24, logit_bias={3: 100.0})
+    output = llm.generate("Tell me", params)[0].outputs[0]
+    assert (output.text, output.token_ids, output.finish_reason, output.stop_reason) == (
+        "",
+        [3],
+        "stop",
+        None,
+    )
+    assert len(llm.generate("Tell me", params.replace(ignore_eos=True))[0].outputs[0].token_ids) == 24
+
+
+def test_log_probabilities(llm):
+    result = llm.generate("Tell me", GREEDY.replace(logprobs=3, prompt_logprobs=2))[0]
+    output = result.outputs[0]
+    assert len(output.logprobs) == 24
+    for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert len(entry) == 3 and entry[token_id].rank == 1
+        assert sorted(item.rank for item in entry.values()) == [1, 2, 3]
+        assert all(item.logprob <= 0 for item in entry.values())
+        assert entry[token_id].decoded_token == llm.tokenizer.token_bytes(token_id).decode()
+    total = sum(entry[i].logprob for i, entry in zip(output.token_ids, output.logprobs, strict=True))
+    assert output.cumulative_logprob == pytest.approx(total)
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids) and result.prompt_logprobs[0] is None
+    for token_id, entry in zip(result.prompt_token_ids[1:], result.prompt_logprobs[1:], strict=True):
+        assert token_id in entry and 2 <= len(entry) <= 3
+    plain = llm.generate("Tell me", GREEDY)[0]
+    assert plain.outputs[0].logprobs is None and plain.prompt_logprobs is None
+
+
+def test_seeds_differ_between_requests_and_repeat(folder):
+    params = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
+    runs = []
+    for _ in range(2):
+        with LLM(folder, seed=3, **OPTIONS) as llm:
+            results = llm.generate(["same"] * 3, params.replace(n=2))
+            runs.append([tuple(output.token_ids) for result in results for output in result.outputs])
+    assert runs[0] == runs[1] and len(set(runs[0])) == 6
+
+
+def test_defaults_of_the_model(llm, folder):
+    assert llm.default_params() == SamplingParams(temperature=0.7, top_k=5)
+    assert llm.has_chat_template
+    with LLM(folder, generation_config="none", **OPTIONS) as plain:
+        assert plain.default_params() == SamplingParams()
+
+
+def test_without_a_tokenizer(tmp_path):
+    folder = write_folder(tmp_path / "bare", tokenizer=False)
+    with pytest.raises(LoadError, match=r"tokenizer\.json"):
+        LLM(folder, **OPTIONS)
+    with LLM(folder, skip_tokenizer_init=True, **OPTIONS) as llm:
+        results = llm.generate([[5, 6, 7], "text", [5]], [GREEDY, GREEDY, GREEDY.replace(stop=("a",))])
+        assert len(results[0].outputs[0].token_ids) == 24 and results[0].outputs[0].text == ""
+        assert "token ids" in str(results[1].error) and "stop_token_ids" in str(results[2].error)
+        assert llm.tokenizer is None and not llm.has_chat_template
+
+
+def test_two_at_once(llm, folder):
+    with LLM(folder, **OPTIONS) as other:
+        expected = llm.generate("ab", GREEDY)[0].outputs[0].token_ids
+        assert other.generate("ab", GREEDY)[0].outputs[0].token_ids == expected
+    assert llm.generate("ab", GREEDY)[0].outputs[0].token_ids == expected
+    closed = other.generate(["ab", "cd"], GREEDY)
+    assert all(isinstance(result.error, EngineError) for result in closed)
+    with pytest.raises(EngineError, match="closed"):
+        other.stream("ab", GREEDY)
+
+
+# ---- streams -----------------------------------------------------------------------------
+
+
+def test_a_stream_folded_is_the_answer(llm):
+    params = GREEDY.replace(n=2, temperature=1.0, seed=5, logprobs=1)
+    result = llm.generate("Tell me", params)[0]
+    texts, ids, reasons, scores = ["", ""], [[], []], [None, None], [[], []]
+    for chunk in llm.stream("Tell me", params):
+        texts[chunk.sample_id] += chunk.text
+        ids[chunk.sample_id] += chunk.token_ids
+        scores[chunk.sample_id] += chunk.logprobs
+        reasons[chunk.sample_id] = chunk.finish_reason
+        assert chunk.num_prompt_tokens == 7
+    assert texts == [output.text for output in result.outputs]
+    assert ids == [output.token_ids for output in result.outputs]
+    assert reasons == ["length", "length"]
+    assert scores == [output.logprobs for output in result.outputs]
+    assert len(list(llm.stream([{"role": "user", "content": "Hi"}], GREEDY))) > 1
+    with pytest.raises(RequestError, match="empty"):
+        llm.stream("", GREEDY)
+
+
+@pytest.mark.parametrize("way", ["close", "close unread", "drop", "drop unread"])
+def test_a_stream_left_early_is_aborted(llm, way):
+    before = llm.stats()["aborts"]
+    stream = llm.stream("Tell me", GREEDY.replace(max_tokens=240))
+    if "unread" not in way:
+        next(stream)
+    if way.startswith("close"):
+        stream.close()
+        assert list(stream) == []
+    del stream
+    deadline = time.monotonic() + 10
+    while llm.stats()["aborts"] == before:
+        assert time.monotonic() < deadline, "the request was not aborted"
+        time.sleep(0.005)
+    assert is_idle(llm)
+
+
+def test_an_engine_that_stops_ends_a_stream_with_an_error(folder):
+    llm = LLM(folder, **OPTIONS)
+    stream = llm.stream("Tell me", GREEDY.replace(max_tokens=240))
+    next(stream)
+    threading.Timer(0.05, llm.close).start()
+    with pytest.raises(EngineError, match="closed"):
+        list(stream)
+    assert list(stream) == []
+
+
+# ---- interrupts and defects --------------------------------------------------------------
+
+
+def test_an_interrupt_aborts_what_runs(llm):
+    late = []
+    timer = threading.Timer(0.1, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            llm.generate(["Tell me"] * 8, GREEDY.replace(max_tokens=240), on_result=lambda *_: late.append(1))
+    timer.join()
+    assert is_idle(llm)
+    num_late = len(late)
+    time.sleep(0.05)
+    assert len(late) == num_late, "results were reported after the call had ended"
+
+
+def test_what_on_result_raises_reaches_the_caller(llm, caplog):
+    def fail(i, result):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        llm.generate(["ab", "cd", "ef"], GREEDY, on_result=fail)
+    assert is_idle(llm)
+    assert len(llm.generate(["ab"], GREEDY)) == 1
+
+
+def test_a_defect_of_the_text_side_is_an_error_in_its_place(llm, monkeypatch, caplog):
+    whole = outputs.ResultBuilder.add
+
+    def add(self, delta):
+        if self.result.prompt == "bad" and self.result.outputs[0].token_ids:
+            raise ZeroDivisionError("ours")
+        return whole(self, delta)
+
+    monkeypatch.setattr(outputs.ResultBuilder, "add", add)
+    results = llm.generate(["ok", "bad", "ok"], GREEDY)
+    assert [result.error is None for result in results] == [True, False, True]
+    assert "ours" in str(results[1].error) and is_idle(llm)
+
+
+def test_a_full_queue_makes_a_batch_wait(folder):
+    with LLM(folder, max_queue=2, **OPTIONS) as llm:
+        results = llm.generate(["ab"] * 12, GREEDY)
+        assert all(result.error is None for result in results)
+
+
+def test_threads_asked_for_too_late_are_refused(llm):
+    with pytest.raises(LoadError, match="too late"):
+        set_threads(63)
+    set_threads(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_model_len": 10**6}, "1000000 is above"),
+        ({"compile_cache": "relative"}, "absolute"),
+        ({"nonsense": 1}, "unknown option 'nonsense'"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+    ],
+)
+def test_wrong_options(folder, options, text):
+    with pytest.raises(LoadError, match=text):
+        LLM(folder, **(OPTIONS | options))
