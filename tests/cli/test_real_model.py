@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,39 +15,42 @@ pytestmark = pytest.mark.model
 SKY = "The answer to this question lies in the intricate dance of light"
 FRANCE_IDS = [7042, 30, 198, 198, 504, 2988, 314, 42]
 FLAGS = ["--temperature", "0", "--max-num-seqs", "4", "--max-model-len", "256", "--num-pages", "64"]
+# The same shapes as by the flags, so that the programs they compiled are used again.
+SMALL_LLM = """import functools, xjax
+sizes = {"max_num_seqs": 4, "max_model_len": 256, "num_pages": 64, "compile_cache": "auto"}
+xjax.LLM = functools.partial(xjax.LLM, **sizes)
+"""
 PROGRAM = [sys.executable, "-m", "xjax_server.cli"]
 
 
 @pytest.fixture(scope="module")
 def environment(smollm2_path, tmp_path_factory):
-    """A cache that holds nothing but the default model, and what the last run compiled."""
+    """A cache that holds nothing but the default model, and what the last run compiled.
+
+    Without JAX's own cache of compiled programs, so that ours is what is used.
+    """
     home, programs = tmp_path_factory.mktemp("home"), ROOT / ".cache" / "programs"
     (home / "models").mkdir()
     (home / "models" / smollm2_path.name).symlink_to(smollm2_path)
     programs.mkdir(parents=True, exist_ok=True)
     (home / "programs").symlink_to(programs)
-    return {**os.environ, "XJAX_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    ours = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    return {**ours, "XJAX_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
-@pytest.fixture(scope="module")
-def users_environment(environment):
-    """The same without JAX's own cache of compiled programs, so that ours is what is used."""
-    return {name: value for name, value in environment.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-
-
-def test_answer_of_the_default_model(users_environment):
+def test_answer_of_the_default_model(environment):
     result = subprocess.run(
         [*PROGRAM, "generate", "Why is the sky blue?", "--max-tokens", "12", *FLAGS],
         capture_output=True,
         text=True,
-        env=users_environment,
+        env=environment,
     )
     assert result.stdout == SKY + "\n"
     assert result.stderr.splitlines()[-1].endswith("36 prompt tokens (0 cached), 12 new tokens")
     assert result.returncode == 0
 
 
-def test_results_of_a_file(users_environment, tmp_path):
+def test_results_of_a_file(environment, tmp_path):
     lines = [
         {"prompt": "The capital of France is", "max_tokens": 8},
         {"prompt": [504, 3575, 282, 4649, 314], "max_tokens": 8, "logprobs": 2},
@@ -58,7 +60,7 @@ def test_results_of_a_file(users_environment, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [*PROGRAM, "generate", "--raw", "--input", str(source), "--output", str(output), *FLAGS]
-    subprocess.run(command, check=True, capture_output=True, env=users_environment)
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [item["index"] for item in found] == [0, 1, 2, 3]
     assert found[0]["outputs"][0]["token_ids"] == FRANCE_IDS
@@ -74,9 +76,7 @@ def test_results_of_a_file(users_environment, tmp_path):
 def test_python_of_the_readme(environment, tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     program = tmp_path / "readme.py"
-    program.write_text(text.split("```python\n")[1].split("```")[0])
-    result = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment, cwd=Path(tmp_path)
-    )
+    program.write_text(SMALL_LLM + text.split("```python\n")[1].split("```")[0])
+    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) > 2
