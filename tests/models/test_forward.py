@@ -136,3 +136,16 @@ def test_trace_and_embeds(family, config):
         params, state, put.vector, jnp.asarray(embeds), family=family, config=config, shape=put.shape
     )
     np.testing.assert_allclose(again, hidden, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+def test_wanted_tokens_alone_give_the_same(family, config):
+    params = family.init(jax.random.key(1), config, jnp.dtype("float32"))
+    batch, _ = unpack(jnp.asarray(a_batch(config).vector), shape_of(config))
+    wanted = jnp.array([1, 4, 7, 4], jnp.int32)
+    whole, after = family.forward(params, config, allocate(state_of(family, config)), batch)
+    some, after_some = family.forward(params, config, allocate(state_of(family, config)), batch, wanted=wanted)
+    assert float(jnp.abs(whole[wanted]).max()) > 0.1
+    np.testing.assert_allclose(some, whole[wanted], atol=2e-6)
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(after_some), strict=True):
+        np.testing.assert_array_equal(one, other)  # every token is written, wanted or not

@@ -221,11 +221,21 @@ def _layer_config(config: Config, window: int | None) -> LayerConfig:
     )
 
 
-def forward(params: Params, config: Config, state: EngineState, batch: Batch, *, trace: bool = False) -> Any:
+def forward(
+    params: Params,
+    config: Config,
+    state: EngineState,
+    batch: Batch,
+    *,
+    wanted: jax.Array | None = None,
+    trace: bool = False,
+) -> Any:
     """Run the tokens of a step through every layer, reading and writing the pages of `state`.
 
-    returns  hidden [N, E] in the model dtype, after the final norm, and the new state; with
-             `trace` also a tuple of each layer's output [N, E]
+    wanted   [J] int32 tokens whose hidden states are wanted, None for all: the last layer's
+             work is then done for these alone
+    returns  hidden [N, E] or [J, E] in the model dtype, after the final norm, and the new state;
+             with `trace` also a tuple of each layer's output
     """
     x = layers.embed_tokens(params.embed, batch, config.embed_scale)
     groups = page_groups(cache_spec(config))
@@ -235,9 +245,12 @@ def forward(params: Params, config: Config, state: EngineState, batch: Batch, *,
         angles(config.local_rope, batch.rope_position),
     )
     kv, outputs = [], []
-    for layer, pages, window in zip(params.layers, state.kv, config.windows, strict=True):
+    last = len(params.layers) - 1
+    for i, (layer, pages, window) in enumerate(zip(params.layers, state.kv, config.windows, strict=True)):
         turn, layer_config = rope if window is None else local_rope, _layer_config(config, window)
-        x, pages = layers.decoder_layer(layer, pages, x, paging[window], turn, config=layer_config)
+        x, pages = layers.decoder_layer(
+            layer, pages, x, paging[window], turn, config=layer_config, wanted=wanted if i == last else None
+        )
         kv.append(pages)
         outputs.append(x)
     hidden, state = layers.rms_norm(x, params.norm, config.norm_eps), replace(state, kv=tuple(kv))

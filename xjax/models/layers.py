@@ -127,6 +127,15 @@ class Paging:
     tile: int = struct.field(pytree_node=False)
     backend: str = struct.field(pytree_node=False)
 
+    def only(self, wanted: jax.Array) -> "Paging":
+        """Let some tokens read, each on its own as decodes do.
+
+        wanted   [J] int32
+        """
+        return self.replace(
+            row_of=self.row_of[wanted], position=self.position[wanted], num_decode=wanted.shape[0]
+        )
+
 
 def paging_of(batch: Batch, group: int) -> Paging:
     """Take the part of a batch that layers of one page group read."""
@@ -169,12 +178,14 @@ def attention_half(
     rope: tuple[jax.Array, jax.Array],
     *,
     config: LayerConfig,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerKV]:
     """Let each token attend to its sequence, itself included, and add what it found.
 
     x        [N, E]         model dtype
     rope     [N, D / 2]     float32, cosine and sine
-    returns  [N, E] and the pages, which are updated in place under donation
+    wanted   [J]            int32 tokens whose result is wanted, None for all; every token is written
+    returns  [N, E] or [J, E], and the pages, which are updated in place under donation
     """
     num_kv, head_dim = config.num_kv_heads, config.head_dim
     group = config.num_heads // num_kv
@@ -187,6 +198,8 @@ def attention_half(
         q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
     q, k = rotate(q, *rope), rotate(k, *rope)
     kv = LayerKV(*pages.write(kv.k, kv.v, k, v, paging.write, backend=paging.backend))
+    if wanted is not None:
+        x, q, paging = x[wanted], q[wanted], paging.only(wanted)
     out = attention.attend(
         q, kv.k, kv.v, paging.table, paging.row_of, paging.position,
         num_decode=paging.num_decode, tile=paging.tile, scale=config.scale, window=config.window,
@@ -221,14 +234,16 @@ def decoder_layer(
     rope: tuple[jax.Array, jax.Array],
     *,
     config: LayerConfig,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerKV]:
     """Run both halves; a jit of its own so that equal layers are traced once.
 
     x        [N, E]        model dtype
     rope     [N, D / 2]    float32, cosine and sine
-    returns  [N, E] and the pages
+    wanted   [J]           int32 tokens whose result is wanted, None for all
+    returns  [N, E] or [J, E], and the pages
     """
-    x, kv = attention_half(params.attention, kv, x, paging, rope, config=config)
+    x, kv = attention_half(params.attention, kv, x, paging, rope, config=config, wanted=wanted)
     return feed_forward_half(params.feed_forward, x, config=config, backend=paging.backend), kv
 
 

@@ -166,17 +166,30 @@ def _layer_config(config: Config) -> LayerConfig:
     )
 
 
-def forward(params: Params, config: Config, state: EngineState, batch: Batch, *, trace: bool = False) -> Any:
+def forward(
+    params: Params,
+    config: Config,
+    state: EngineState,
+    batch: Batch,
+    *,
+    wanted: jax.Array | None = None,
+    trace: bool = False,
+) -> Any:
     """Run the tokens of a step through every layer, reading and writing the pages of `state`.
 
-    returns  hidden [N, E] in the model dtype, after the final norm, and the new state; with
-             `trace` also a tuple of each layer's output [N, E]
+    wanted   [J] int32 tokens whose hidden states are wanted, None for all: the last layer's
+             work is then done for these alone
+    returns  hidden [N, E] or [J, E] in the model dtype, after the final norm, and the new state;
+             with `trace` also a tuple of each layer's output
     """
     x = layers.embed_tokens(params.embed, batch)
     paging, rope = layers.paging_of(batch, 0), angles(config.rope, batch.rope_position)
     layer_config, kv, outputs = _layer_config(config), [], []
-    for layer, pages in zip(params.layers, state.kv, strict=True):
-        x, pages = layers.decoder_layer(layer, pages, x, paging, rope, config=layer_config)
+    last = len(params.layers) - 1
+    for i, (layer, pages) in enumerate(zip(params.layers, state.kv, strict=True)):
+        x, pages = layers.decoder_layer(
+            layer, pages, x, paging, rope, config=layer_config, wanted=wanted if i == last else None
+        )
         kv.append(pages)
         outputs.append(x)
     hidden, state = layers.rms_norm(x, params.norm, config.norm_eps), replace(state, kv=tuple(kv))

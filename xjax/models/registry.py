@@ -57,9 +57,16 @@ class Family(Protocol):
         ...
 
     def forward(
-        self, params: Params, config: Any, state: EngineState, batch: Batch, *, trace: bool = False
+        self,
+        params: Params,
+        config: Any,
+        state: EngineState,
+        batch: Batch,
+        *,
+        wanted: jax.Array | None = None,
+        trace: bool = False,
     ) -> Any:
-        """Run a step: hidden [N, E] and the new state, with `trace` each layer's output too."""
+        """Run a step: hidden [N, E], or [J, E] of the `wanted` tokens, and the new state."""
         ...
 
     def logits(self, params: Params, config: Any, hidden: jax.Array, *, backend: str = "xla") -> jax.Array:

@@ -88,7 +88,8 @@ def angles(rope: Rope, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     frequencies = jnp.asarray(inverse_frequencies(rope), jnp.float32)
     angle = position.astype(jnp.float32)[:, None] * frequencies[None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    # Without the barrier every layer's fusion computes them again for every head.
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from xjax.kernels.linear.xla import product
+
 
 def logits(h: jax.Array, w: jax.Array, soft_cap: float | None) -> jax.Array:
     """Score every word for each position.
@@ -11,5 +13,5 @@ def logits(h: jax.Array, w: jax.Array, soft_cap: float | None) -> jax.Array:
     w        [V, E]  floating point
     returns  [J, V]  float32
     """
-    scores = jax.lax.dot_general(h, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    scores = product(h, w)
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)

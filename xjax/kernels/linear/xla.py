@@ -4,6 +4,26 @@ import jax
 import jax.numpy as jnp
 
 
+_FEW_ROWS = 128  # up to here the weights go first; measured, docs/performance.md
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiply rows by the transposed weights.
+
+    x        [N, In]
+    w        [Out, In]
+    returns  [N, Out]  float32
+
+    On a CPU a few rows cost 1.6 times less with the weights as the left operand. The barrier keeps
+    the compiler from turning that product around again.
+    """
+    both_last = (((1,), (1,)), ((), ()))
+    if 1 < x.shape[0] <= _FEW_ROWS:
+        turned = jax.lax.dot_general(w, x, both_last, preferred_element_type=jnp.float32)
+        return jax.lax.optimization_barrier(turned).T
+    return jax.lax.dot_general(x, w, both_last, preferred_element_type=jnp.float32)
+
+
 def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply rows by the transposed weights, accumulating in float32.
 
@@ -11,8 +31,7 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     w        [Out, In]  floating point
     returns  [N, Out]   dtype of x
     """
-    both_last = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, w, both_last, preferred_element_type=jnp.float32).astype(x.dtype)
+    return product(x, w).astype(x.dtype)
 
 
 def dequantize(codes: jax.Array, scales: jax.Array, minimum: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
