@@ -7,6 +7,7 @@
 Knows the cache spec and sizes; never a model's name.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def plan_memory(
     if num_pages is not None:
         scale = (num_pages - 1) / max(need, default=1)
     elif sequence_bytes:
-        scale = min(max(left, 0) * kv_fraction / sequence_bytes, max_num_seqs)
+        scale = min(_steady(max(left, 0) * kv_fraction / sequence_bytes), max_num_seqs)
     else:
         scale = 0.0
     pages = tuple(max(int(count * scale), 1 if num_pages is not None else 0) + 1 for count in need)
@@ -129,6 +130,18 @@ def plan_memory(
         longest=longest,
         total_tokens=tokens,
     )
+
+
+def _steady(scale: float) -> float:
+    """Round down to one of eight values an octave.
+
+    What is available differs a little from start to start; programs saved by one start serve the
+    next only if it makes the same number of pages.
+    """
+    if scale <= 0:
+        return 0.0
+    step = 2.0 ** (math.floor(math.log2(scale)) - 3)
+    return math.floor(scale / step) * step
 
 
 def _bytes(pages: tuple[int, ...], page_bytes: tuple[int, ...]) -> int:

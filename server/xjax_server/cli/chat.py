@@ -132,7 +132,7 @@ def chat(
             raise typer.BadParameter(f"--{name} cannot be used in a chat")
     flags.params({})
     with ProgressBar() as progress:
-        llm = flags.open_engine(progress)
+        llm = flags.open_engine(progress, num_prompts=1)
     with llm:
         if not llm.has_chat_template:
             raise RequestError(

@@ -178,7 +178,7 @@ def generate(
     if source is None:
         text = read_prompt(prompt, keep_newline=raw)
         with ProgressBar() as progress:
-            llm = flags.open_engine(progress)
+            llm = flags.open_engine(progress, num_prompts=1)
         with llm:
             _answer_one(llm, text, flags, system=system, raw=raw, as_json=as_json)
         return
@@ -187,6 +187,6 @@ def generate(
         if work.is_finished:
             note(f"xjax: {output} already holds all {work.num_inputs} results")
             return
-        with flags.open_engine(progress) as llm:
+        with flags.open_engine(progress, num_prompts=work.num_inputs) as llm:
             is_raw = _sends_raw(llm, raw, system)
             batch.run(llm, work, flags, system=system, raw=is_raw, progress=progress)

@@ -77,10 +77,12 @@ class Flags:
     engine: dict[str, Any]
     verbose: bool = False
 
-    def open_engine(self, progress: ProgressBar) -> "xjax.LLM":
-        """Load the model; raises LoadError."""
+    def open_engine(self, progress: ProgressBar, *, num_prompts: int) -> "xjax.LLM":
+        """Load the model for at most `num_prompts` at once; raises LoadError."""
         set_up_logging(self.verbose)
         options: dict[str, Any] = {"compile_cache": "auto", **self.engine}
+        # Room for more sequences than there are would only take memory and start-up time.
+        options.setdefault("max_num_seqs", self._sequences(num_prompts))
         # Wrong options are reported before anything is downloaded.
         EngineOptions.from_mapping(options)
         return xjax.LLM(
@@ -90,6 +92,10 @@ class Flags:
             progress=progress,
             **options,
         )
+
+    def _sequences(self, num_prompts: int) -> int:
+        samples = num_prompts * self.params({}).n
+        return min(1 << (samples - 1).bit_length(), EngineOptions().max_num_seqs)
 
     def params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The model's defaults under the flags under `more`; raises RequestError."""
