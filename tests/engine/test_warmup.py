@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.engine.tiny import Client, make_kit, tiny_llama
@@ -24,26 +25,24 @@ pytestmark = pytest.mark.device
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = """
-import json, sys, jax
-jax.config.update("jax_enable_compilation_cache", sys.argv[2] == "both")
+import json, sys
+from tests.engine.null_family import null_model
 from tests.engine.tiny import Client, make_kit, tiny_llama
 from xjax.request import SamplingParams
-engine = make_kit(tiny_llama(), rows=(4,), cache=sys.argv[1]).engine()
+model, folder = {"llama": tiny_llama, "null": null_model}[sys.argv[1]](), sys.argv[2]
+engine = make_kit(model, rows=(4,), cache=folder).engine()
 ids = Client(engine).run(list(range(9)), SamplingParams(temperature=0, max_tokens=12)).token_ids
 print(json.dumps([ids, dict(engine.stats())]))
-engine.close()
 """
 
 
-def run_process(folder, mode="ours", jax_cache=None):
-    environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    if jax_cache is not None:
-        environment |= {
-            "JAX_COMPILATION_CACHE_DIR": str(jax_cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }  # fmt: skip
-    command = [sys.executable, "-c", SCRIPT, str(folder), mode]
+def run_process(model, folder, jax_cache="", end="engine.close()"):
+    """Run a request in a process of its own; its tokens, and how many programs it compiled and loaded."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(jax_cache)
+    command = [sys.executable, "-c", SCRIPT + end, model, str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     ids, stats = json.loads(done.stdout.splitlines()[-1])
     return ids, (stats["programs_compiled"], stats["programs_loaded"])
 
@@ -60,7 +59,7 @@ def expected(llama_kit):
 def filled(tmp_path_factory, expected):
     """A folder of programs that another process has saved."""
     folder = tmp_path_factory.mktemp("programs")
-    assert run_process(folder) == (expected, (2, 0))
+    assert run_process("llama", folder) == (expected, (2, 0))
     assert len(list(folder.iterdir())) == 2
     return folder
 
@@ -73,18 +72,23 @@ def copied(filled, folder):
 
 
 def test_a_second_process_loads_what_the_first_compiled(filled, expected):
-    assert run_process(filled) == (expected, (0, 2))
+    assert run_process("llama", filled) == (expected, (0, 2))
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in filled.iterdir())
 
 
-def test_with_the_cache_of_jax_on_as_well(tmp_path, expected):
+def test_with_the_cache_of_jax_on_as_well(tmp_path):
     """An executable out of that cache cannot be saved again: it would load, and fail when it runs."""
-    jax_cache, folder = tmp_path / "jax", tmp_path / "first"
-    assert run_process(folder, "both", jax_cache) == (expected, (2, 0))
-    assert run_process(folder, "both", jax_cache) == (expected, (0, 2))
-    other = tmp_path / "second"
-    assert run_process(other, "both", jax_cache) == (expected, (2, 0))
+    jax_cache, folder, other = tmp_path / "jax", tmp_path / "first", tmp_path / "second"
+    ids = list(range(9, 21))
+    assert run_process("null", folder, jax_cache) == (ids, (2, 0))
+    assert run_process("null", folder, jax_cache) == (ids, (0, 2))
+    assert run_process("null", other, jax_cache) == (ids, (2, 0))
     assert not other.exists() or not list(other.iterdir())
+
+
+def test_a_process_that_forgets_to_close_ends(tmp_path):
+    end = "engine.table.prepare([])"
+    assert run_process("null", tmp_path / "programs", end=end)[1] == (2, 0)
 
 
 @pytest.mark.parametrize("harm", ["truncated", "flipped", "empty", "no executable"])
@@ -101,7 +105,7 @@ def test_a_bad_file_is_a_miss_and_goes_away(harm, filled, tmp_path):
     else:
         data = bytearray(warmup.hashlib.sha256(b"junk").digest() + b"junk")
     path.write_bytes(data)
-    assert ProgramCache(folder).load(path.name, None, None, []) is None
+    assert ProgramCache(folder).load(path.name, None, None, jax.devices()[:1]) is None
     assert not path.exists()
 
 
@@ -109,10 +113,10 @@ def test_a_foreign_or_missing_file_is_a_miss(filled, tmp_path, monkeypatch):
     folder = copied(filled, tmp_path / "copy")
     name = next(iter(folder.iterdir())).name
     monkeypatch.setattr(os, "getuid", lambda: 12345678)
-    assert ProgramCache(folder).load(name, None, None, []) is None
+    assert ProgramCache(folder).load(name, None, None, jax.devices()[:1]) is None
     assert (folder / name).exists()
-    assert ProgramCache(folder).load("nothing", None, None, []) is None
-    assert ProgramCache(tmp_path / "no folder").load(name, None, None, []) is None
+    assert ProgramCache(folder).load("nothing", None, None, jax.devices()[:1]) is None
+    assert ProgramCache(tmp_path / "no folder").load(name, None, None, jax.devices()[:1]) is None
 
 
 class Payload:
@@ -305,15 +309,6 @@ def test_stages_of_progress(llama_kit):
         table._futures[each] = llama_kit.table._futures[each]
     table.wait(shapes_of(llama_kit.plan.scheduler))
     assert seen == [("compile", i + 1, 6) for i in range(6)]
-
-
-def test_a_process_that_forgets_to_close_ends(tmp_path):
-    script = SCRIPT.replace("engine.close()", "engine.prepare([])").replace(
-        "print(json", "engine.table.prepare(engine.table.ready and []); print(json"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "programs"), "both"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_make_kit_is_cheap_until_asked():

@@ -369,7 +369,7 @@ _hit_watch = _HitWatch()  # listeners are global to JAX, so there is one for the
 def _devices(tree: Any) -> list[Any]:
     """The devices that a tree lies on, in the order of its mesh."""
     sharding = jax.tree.leaves(tree)[0].sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.devices is not None:
         return list(sharding.mesh.devices.flat)
     return list(sharding.device_set)
 
