@@ -117,7 +117,16 @@ def test_engine_flags_and_their_aliases():
 
 def test_compiled_programs_are_kept_by_default():
     assert main(["generate", "hi"]) == 0
-    assert FakeLLM.made[0].options == {"compile_cache": "auto"}
+    assert FakeLLM.made[0].options == {"compile_cache": "auto", "max_num_seqs": 1}
+
+
+def test_the_engine_has_room_for_the_samples_there_are(tmp_path):
+    assert main(["generate", "hi", "--n", "3"]) == 0
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n' * 40)
+    assert main(["generate", "--input", str(source)]) == 0
+    assert main(["generate", "hi", "--max-num-seqs", "9"]) == 0
+    assert [llm.options["max_num_seqs"] for llm in FakeLLM.made] == [4, 32, 9]
 
 
 def test_json_object(capsys):
