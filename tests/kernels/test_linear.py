@@ -9,7 +9,10 @@ from xjax.kernels.linear import linear, linear_quantized
 pytestmark = pytest.mark.device
 
 
-@pytest.mark.parametrize(("rows", "num_in", "num_out"), [(1, 32, 7), (2, 48, 9), (8, 96, 64), (128, 32, 6), (129, 32, 6), (33, 160, 5)])
+@pytest.mark.parametrize(
+    ("rows", "num_in", "num_out"),
+    [(1, 32, 7), (2, 48, 9), (8, 96, 64), (128, 32, 6), (129, 32, 6), (33, 160, 5)],
+)
 def test_linear(rows, num_in, num_out):
     rng = np.random.default_rng(rows)
     x, w = rng.standard_normal((rows, num_in), np.float32), rng.standard_normal((num_out, num_in), np.float32)

@@ -144,7 +144,9 @@ def test_wanted_tokens_alone_give_the_same(family, config):
     batch, _ = unpack(jnp.asarray(a_batch(config).vector), shape_of(config))
     wanted = jnp.array([1, 4, 7, 4], jnp.int32)
     whole, after = family.forward(params, config, allocate(state_of(family, config)), batch)
-    some, after_some = family.forward(params, config, allocate(state_of(family, config)), batch, wanted=wanted)
+    some, after_some = family.forward(
+        params, config, allocate(state_of(family, config)), batch, wanted=wanted
+    )
     assert float(jnp.abs(whole[wanted]).max()) > 0.1
     np.testing.assert_allclose(some, whole[wanted], atol=2e-6)
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(after_some), strict=True):

@@ -132,7 +132,7 @@ class Paging:
 
         wanted   [J] int32
         """
-        return self.replace(
+        return self.replace(  # pyright: ignore[reportAttributeAccessIssue]
             row_of=self.row_of[wanted], position=self.position[wanted], num_decode=wanted.shape[0]
         )
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-
 _FEW_ROWS = 128  # up to here the weights go first; measured, docs/performance.md
 
 
