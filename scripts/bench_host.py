@@ -46,9 +46,18 @@ class NullFamily:
         """One layer, so that page tables are made and sent."""
         return (PagedLayer(1, 8),)
 
-    def forward(self, params: Any, config: NullConfig, state: EngineState, batch: Batch) -> Any:
-        """Hidden [N, E] of zeros; pages stay as they are."""
-        return jnp.zeros((batch.token_id.shape[0], config.embed_dim), jnp.float32), state
+    def forward(
+        self,
+        params: Any,
+        config: NullConfig,
+        state: EngineState,
+        batch: Batch,
+        *,
+        wanted: jax.Array | None = None,
+    ) -> Any:
+        """Hidden [N, E] or [J, E] of zeros; pages stay as they are."""
+        tokens = batch.token_id if wanted is None else wanted
+        return jnp.zeros((tokens.shape[0], config.embed_dim), jnp.float32), state
 
     def logits(
         self, params: Any, config: NullConfig, hidden: jax.Array, *, backend: str = "xla"

@@ -66,8 +66,8 @@ def test_batching_changes_nothing(name, jobs, references, request):
 
 
 def _view(vector, shape):
-    view = Packed.__new__(Packed)
-    view.shape, view.vector = shape, vector
+    view = Packed(shape)
+    view.vector = vector
     return view
 
 

@@ -4,6 +4,8 @@ The only place that knows both the plan and the packed layout. numpy alone.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 
 import numpy as np
 
@@ -163,17 +165,28 @@ def _pack_sampled(packed: Packed, plan: Plan) -> None:
         at = end
 
 
+@lru_cache(maxsize=256)
+def _output_places(
+    shape: BatchShape, vocab_size: int
+) -> tuple[tuple[str, int, int, type, tuple[int, ...]], ...]:
+    """Name, start, stop, numpy type and dims of each part of the output vector."""
+    places, at = [], 0
+    for name, kind, dims in output_fields(shape, vocab_size):
+        size = prod(dims)
+        places.append((name, at, at + size, kind, dims))
+        at += size
+    return tuple(places)
+
+
 def unpack_result(output: np.ndarray, shape: BatchShape, plan: Plan, *, vocab_size: int) -> StepResult:
     """Split what came back from the device; scored positions move to where the plan expects them.
 
     output   [output length of shape] int32
     """
-    fields = output_fields(shape, vocab_size)
-    values, at = {}, 0
-    for name, kind, dims in fields:
-        size = int(np.prod(dims))
-        values[name] = output[at : at + size].view(kind).reshape(dims)
-        at += size
+    values = {
+        name: output[start:stop].view(kind).reshape(dims)
+        for name, start, stop, kind, dims in _output_places(shape, vocab_size)
+    }
     if shape.num_rows != plan.num_rows:
         keep = np.r_[0 : plan.num_rows, shape.num_rows : shape.num_sampled]
         values = {name: value[keep] for name, value in values.items()}

@@ -134,6 +134,15 @@ def _layout(shape: BatchShape) -> tuple[tuple[tuple[_Field, int, tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=256)
+def _places(shape: BatchShape) -> dict[str, tuple[int, int, type, tuple[int, ...]]]:
+    """Where each field lies in the vector, by its name."""
+    return {
+        item.name: (offset, offset + math.prod(dims), _NUMPY[item.kind], dims)
+        for item, offset, dims in _layout(shape)[0]
+    }
+
+
+@functools.lru_cache(maxsize=256)
 def _padding(shape: BatchShape) -> np.ndarray:
     placed, length = _layout(shape)
     vector = np.zeros(length, np.int32)
@@ -158,14 +167,14 @@ class Packed:
     def __init__(self, shape: BatchShape) -> None:
         self.shape = shape
         self.vector = _padding(shape).copy()
+        self._places = _places(shape)
 
     def __getattr__(self, name: str) -> np.ndarray:
-        for item, offset, dims in _layout(self.shape)[0]:
-            if item.name == name:
-                view = self.vector[offset : offset + math.prod(dims)].view(_NUMPY[item.kind]).reshape(dims)
-                self.__dict__[name] = view
-                return view
-        raise AttributeError(name)
+        if name not in self._places:
+            raise AttributeError(name)
+        start, stop, kind, dims = self._places[name]
+        view = self.__dict__[name] = self.vector[start:stop].view(kind).reshape(dims)
+        return view
 
 
 @struct.dataclass
