@@ -21,6 +21,7 @@ from xjax.engine.memory import MemoryPlan, available_bytes, plan_memory
 from xjax.engine.step import StepSpec
 from xjax.engine.warmup import ProgramCache, ProgramTable
 from xjax.errors import LoadError
+from xjax.kernels.pages import page_dtype
 from xjax.models.registry import Family, load_config
 from xjax.state.kv import EngineState, abstract_state, allocate, state_bytes
 from xjax.weights.load import load_params
@@ -127,7 +128,7 @@ def plan_engine(
         prefill_chunk_size=options.prefill_chunk_size,
         max_model_len=longest,
     )
-    kv_dtype = jnp.dtype(options.kvcache_dtype)
+    kv_dtype = page_dtype(jnp.dtype(options.kvcache_dtype), device.platform)
     build = partial(
         abstract_state, spec, page_size=options.page_size, num_rows=options.max_num_seqs, dtype=kv_dtype
     )
