@@ -1,8 +1,12 @@
 """`LLM` over a tiny folder: results in order, errors in their places, streams, stops, interrupts."""
 
 import _thread
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from xjax.engine.build import set_threads
 pytestmark = pytest.mark.device
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+ROOT = Path(__file__).resolve().parent.parent.parent
 OPTIONS = {"max_num_seqs": 4, "page_size": 8, "prefill_chunk_size": 32, "num_pages": 120}
 
 
@@ -327,3 +332,25 @@ def test_threads_asked_for_too_late_are_refused(llm):
 def test_wrong_options(folder, options, text):
     with pytest.raises(LoadError, match=text):
         LLM(folder, **(OPTIONS | options))
+
+
+COUNT_THREADS = """
+import os, jax
+from xjax.engine.build import set_threads
+set_threads(3)
+jax.numpy.ones(3).block_until_ready()
+names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+print(sum("XLAEigen" in name for name in names))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted in /proc")
+def test_threads_limit_what_steps_compute_with():
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")
+    }
+    command = [sys.executable, "-c", COUNT_THREADS]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(done.stdout) == 3
