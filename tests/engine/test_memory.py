@@ -194,3 +194,9 @@ def test_the_tightest_limit_above_the_process_counts(tmp_path, line):
         },
     )
     assert host_available(root) == 600_000_000
+
+
+def test_window_groups_carry_what_few_full_pages_hold():
+    spec = (PagedLayer(1, 64, 512),) * 5 + (PagedLayer(1, 64),)
+    found = plan(spec, num_pages=65, max_model_len=32768, chunk=512)
+    assert found.num_pages[0] == 65 and found.longest == 64 * 16

@@ -101,6 +101,11 @@ def plan_memory(
     else:
         scale = 0.0
     pages = tuple(max(int(count * scale), 1 if num_pages is not None else 0) + 1 for count in need)
+    # Less than one longest sequence: window groups must still carry whatever the full group holds.
+    whole = [count - 1 for group, count in zip(groups, pages, strict=True) if group.window is None]
+    if whole and scale < 1:
+        held = [_pages_of_sequence(group.window, whole[0] * page_size, page_size, chunk) for group in groups]
+        pages = tuple(max(count, least + 1) for count, least in zip(pages, held, strict=True))
     if groups and (min(pages) < 2 or _bytes(pages, page_bytes) > left):
         raise LoadError(
             f"memory: {_mb(available)} available, but weights take {_mb(weights)}, activations "
