@@ -9,7 +9,7 @@ This module knows no text, no pages and no arrays.
 # pyright: reportUnnecessaryComparison=false, reportUnnecessaryIsInstance=false
 
 import enum
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,8 +37,9 @@ def _require(ok: bool, param: str, message: str) -> None:
         raise RequestError(f"{param}: {message}", param=param)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_number(value: object, low: float, high: float) -> bool:
+    """Whether a value is a number in a range; NaN is in none, and an int may be too large for a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _is_count(value: object) -> bool:
@@ -79,7 +80,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None:
                 value = ()
-            object.__setattr__(self, name, (value,) if isinstance(value, str | int) else tuple(value))
+            if isinstance(value, str | int):
+                value = (value,)
+            _require(isinstance(value, Iterable), name, f"must be one or a list of them, not {value!r}")
+            object.__setattr__(self, name, tuple(value))
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
         self._check_counts()
@@ -146,19 +150,21 @@ class SamplingParams:
             "temperature": (0.0, 100.0),
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),
-            "repetition_penalty": (0.0, 100.0),
+            "repetition_penalty": (0.01, 100.0),
             "frequency_penalty": (-2.0, 2.0),
             "presence_penalty": (-2.0, 2.0),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             _require(
-                _is_number(value) and low <= value <= high,
+                _is_number(value, low, high),
                 name,
                 f"must be a number from {low:g} to {high:g}, not {value!r}",
             )
-        for name in ("top_p", "repetition_penalty"):
-            _require(getattr(self, name) > 0, name, "must be above 0")
+        _require(self.top_p > 0, "top_p", "must be above 0")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, f"must be true or false, not {value!r}")
 
     def _check_lists(self) -> None:
         _require(
@@ -195,7 +201,7 @@ class SamplingParams:
                 f"{token_id!r} is not a token id",
             )
             _require(
-                _is_number(value) and -100 <= value <= 100,
+                _is_number(value, -100, 100),
                 "logit_bias",
                 f"must be a number from -100 to 100, not {value!r}",
             )

@@ -61,11 +61,16 @@ def test_every_line_has_its_result_in_order(files, capsys):
             {"prompt": "a", "messages": []},
             b"[1]",
             b"\xff",
+            {"prompt": "a", "stop": 1.5},
+            {"prompt": "a", "logit_bias": {"9" * 5000: 1}},
+            {"prompt": "a", "logit_bias": {"\u00b2": 1}},
+            {"prompt": "a", "ignore_eos": "false"},
+            b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}",
         ],
     )
     assert run(source, output, "--max-tokens", "2") == 0
     found = results(output)
-    assert [item["index"] for item in found] == list(range(14))
+    assert [item["index"] for item in found] == list(range(19))
     assert found[0]["outputs"][0]["text"] == "1:a 2:a "
     assert found[1]["id"] == "x"
     assert [item["text"] for item in found[1]["outputs"]] == ["1:b|c 2:b|c "] * 2
@@ -92,10 +97,15 @@ def test_every_line_has_its_result_in_order(files, capsys):
         11: "either",
         12: "not a JSON object",
         13: "not JSON",
+        14: "stop:",
+        15: "logit_bias:",
+        16: "logit_bias:",
+        17: "ignore_eos:",
+        18: "temperature:",
     }
     for index, text in failed.items():
         assert text in found[index]["error"]["message"]
-    assert "10 of 14 requests failed" in capsys.readouterr().err
+    assert "15 of 19 requests failed" in capsys.readouterr().err
     params = [
         params for prompt, params in FakeLLM.made[0].calls if prompt == [{"role": "user", "content": "e"}]
     ]

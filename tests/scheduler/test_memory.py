@@ -64,3 +64,14 @@ def test_model_without_pages_is_never_short():
     assert book.fitting(sequence) == book.capacity() == 2**31 - 1
     book.grow(sequence, 50)
     book.release(sequence)
+
+
+def test_settings_larger_than_the_device_counts_are_cut():
+    rows, _, sequence = make((None,), (65,))
+    rows.give_back(sequence)
+    sequence.request = Request(
+        request_id="b", prompt_ids=(1,), sampling=SamplingParams(top_k=10**30, seed=2**64 - 1)
+    )
+    rows.take(sequence)
+    assert rows.columns["top_k"][sequence.slot] == 2**31 - 1
+    assert rows.columns["seed"][sequence.slot].tolist() == [2**32 - 1] * 2

@@ -31,7 +31,7 @@ _SAMPLING_RANGES = {
     "top_k": (-1.0, 2.0**31, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
-    "repetition_penalty": (0.0, 100.0, False),
+    "repetition_penalty": (0.01, 100.0, True),
 }
 
 

@@ -60,7 +60,7 @@ class RowTable:
         seed = (sampling.seed or 0) & (2**64 - 1)
         columns["seed"][slot] = (seed & 0xFFFFFFFF, seed >> 32)
         columns["sample_id"][slot] = sequence.sample_id
-        columns["top_k"][slot] = max(sampling.top_k, 0)
+        columns["top_k"][slot] = min(max(sampling.top_k, 0), _UNLIMITED)
         columns["want_logprobs"][slot] = sampling.logprobs is not None
         for name in (
             "temperature",

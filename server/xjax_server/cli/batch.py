@@ -11,6 +11,7 @@ Knows the engine only as `xjax.LLM`.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -31,6 +32,7 @@ from xjax_server.cli.results import error_object, result_object
 WINDOW = 1024
 _SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams))
 _DIGEST_CHARS = 16
+_TOKEN_ID = re.compile(r"-?[0-9]{1,19}")
 
 Message = dict[str, Any]
 
@@ -80,7 +82,7 @@ def _sampling(fields_given: dict[str, Any]) -> dict[str, Any]:
     bias = fields_given.get("logit_bias")
     if isinstance(bias, dict):  # JSON has text keys only
         pairs = cast("dict[str, Any]", bias).items()
-        numbers = {int(key): value for key, value in pairs if key.lstrip("-").isdigit()}
+        numbers = {int(key): value for key, value in pairs if _TOKEN_ID.fullmatch(key)}
         return fields_given | {"logit_bias": numbers if len(numbers) == len(pairs) else bias}
     return fields_given
 
