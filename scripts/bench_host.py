@@ -1,6 +1,8 @@
 """Host time of a step: a model that computes nothing, the engine around it at full work.
 
-    scripts/bench_host.py ROWS [STEPS]     prints JSON: median, range and count of host seconds
+    scripts/bench_host.py ROWS [STEPS]     prints JSON: median, range and count of
+                                           host_seconds   on the clock, waiting for a processor counted
+                                           work_seconds   processor time of the engine's thread
 
 Every row has a 4,096-token context of pages, V is 152 thousand, half of the rows ask for
 log-probabilities. Device time does not count: planning, packing, dispatch, commit and emit do.
@@ -66,8 +68,8 @@ class NullFamily:
         return jnp.zeros((hidden.shape[0], config.vocab_size), jnp.float32)
 
 
-def measure(rows: int, steps: int) -> list[float]:
-    """Host seconds of steps in which every row decodes."""
+def measure(rows: int, steps: int) -> dict[str, list[float]]:
+    """Host and work seconds of steps in which every row decodes."""
     device = jax.devices()[0]
     params = {"one": jax.device_put(jnp.ones((1,), jnp.float32), device)}
     model = Model(NullFamily(), NullConfig(), params, jnp.dtype("float32"))  # type: ignore[arg-type]
@@ -91,11 +93,15 @@ def measure(rows: int, steps: int) -> list[float]:
         engine.submit(Request(request_id=str(row), prompt_ids=prompt, sampling=sampling), sink)
     done.wait()
     # The last steps, before rows began to end.
-    samples = list(engine.metrics.host_seconds)[-steps // 2 - 4 : -4]
+    metrics = engine.metrics
+    samples = {
+        "host_seconds": list(metrics.host_seconds)[-steps // 2 - 4 : -4],
+        "work_seconds": list(metrics.work_seconds)[-steps // 2 - 4 : -4],
+    }
     engine.close()
     return samples
 
 
 if __name__ == "__main__":
     rows, steps = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 60
-    print(json.dumps(summarize(measure(rows, steps))))
+    print(json.dumps({name: summarize(values) for name, values in measure(rows, steps).items()}))

@@ -11,7 +11,7 @@ This module knows no text, no pages and no arrays.
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from xjax.errors import RequestError
 
@@ -226,8 +226,7 @@ class Request:
     cache_salt: bytes = b""
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities of one position: the token's own, its rank from 1, the best few."""
 
     logprob: float
@@ -235,8 +234,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What one sample of one request produced in one step.
 
     token_ids         new output tokens, oldest first (a finishing stop token is included)

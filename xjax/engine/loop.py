@@ -81,7 +81,7 @@ class Engine:
         self._wake = threading.Condition()
         self._masks: dict[tuple[int, int], jax.Array] = {}
         self._under_way: deque[_UnderWay] = deque()
-        self._last_read = 0.0
+        self._last_read = self._worked = 0.0
         self._is_stopping = False
         self._failure: str | None = None
         self._delivery = Delivery(self.abort)
@@ -269,7 +269,9 @@ class Engine:
         seconds = read - max(self._last_read, step.dispatched)
         self._last_read = read
         self._scheduler.observe(step.plan, seconds)
-        self.metrics.note_step(step.host_seconds + time.perf_counter() - read, seconds)
+        worked = time.thread_time()
+        self.metrics.note_step(step.host_seconds + time.perf_counter() - read, worked - self._worked, seconds)
+        self._worked = worked
 
     def _step_failed(self, plan: Plan, error: Exception) -> None:
         self.metrics.num_failed_steps += 1

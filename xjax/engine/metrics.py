@@ -34,6 +34,8 @@ class EngineMetrics:
     """Running totals, and the last steps' times for medians.
 
     host_seconds   of each recent step: planning, packing, dispatch and commit, no waiting
+    work_seconds   of each recent step: processor time of the engine's thread, which unlike
+                   host_seconds does not grow when others hold the processors
     step_seconds   of each recent step: from one result to the next
     """
 
@@ -41,13 +43,15 @@ class EngineMetrics:
         self.num_steps = 0
         self.num_failed_steps = 0
         self.host_seconds: deque[float] = deque(maxlen=512)
+        self.work_seconds: deque[float] = deque(maxlen=512)
         self.step_seconds: deque[float] = deque(maxlen=512)
         self.host_seconds_total = 0.0
 
-    def note_step(self, host: float, total: float) -> None:
+    def note_step(self, host: float, work: float, total: float) -> None:
         """Take in one finished step, times in seconds."""
         self.num_steps += 1
         self.host_seconds.append(host)
+        self.work_seconds.append(work)
         self.step_seconds.append(total)
         self.host_seconds_total += host
 
@@ -58,6 +62,7 @@ class EngineMetrics:
             "failed_steps": self.num_failed_steps,
             "host_seconds_total": self.host_seconds_total,
             "host_seconds_median": _median(self.host_seconds),
+            "work_seconds_median": _median(self.work_seconds),
             "step_seconds_median": _median(self.step_seconds),
         }
 

@@ -49,6 +49,7 @@ class Planner:
 
     def _draft_decodes(self, draft: Draft) -> None:
         book, longest = self._book, self._shapes[-1][0]
+        page_size = book.page_size
         for sequence in tuple(self._roster.running):
             if sequence.status is not Status.RUNNING:
                 continue
@@ -58,6 +59,9 @@ class Planner:
                     draft.hold_pairs(sequence)
                 continue
             if sequence.is_exhausted:
+                continue
+            if sequence.num_computed % page_size and draft.hold_pairs(sequence):
+                draft.decodes[sequence] = None  # inside a page that it holds: nothing to get or give back
                 continue
             num_tokens = sequence.num_computed + 1
             book.pass_window(sequence, sequence.num_computed)
