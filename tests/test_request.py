@@ -21,16 +21,16 @@ REFUSED = [
     *((name, value) for value in (NAN, INF, -INF, HUGE, -HUGE, "0.5", None, True, [0.5])
       for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
                    "presence_penalty")),
-    ("temperature", -0.1), ("temperature", 100.1), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.1),
-    ("repetition_penalty", 0), ("repetition_penalty", 1e-60), ("frequency_penalty", 2.1),
+    ("temperature", -0.1), ("temperature", 100.1), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1),
+    ("min_p", 1.1), ("repetition_penalty", 0), ("repetition_penalty", 1e-60), ("frequency_penalty", 2.1),
     ("presence_penalty", -2.1),
-    ("stop", ""), ("stop", [""]), ("stop", 1.5), ("stop", 5), ("stop", [1]), ("stop", object()), ("stop", b"a"),
-    ("stop", "x" * 1025), ("stop", [f"s{i}" for i in range(1000)]),
+    ("stop", ""), ("stop", [""]), ("stop", 1.5), ("stop", 5), ("stop", [1]), ("stop", object()),
+    ("stop", b"a"), ("stop", "x" * 1025), ("stop", [f"s{i}" for i in range(1000)]),
     ("stop_token_ids", -1), ("stop_token_ids", [2**31]), ("stop_token_ids", 2.5), ("stop_token_ids", "7"),
     ("stop_token_ids", [True]), ("stop_token_ids", range(MAX_LOGIT_BIAS + 1)),
     ("logit_bias", 5), ("logit_bias", [1]), ("logit_bias", {"1": 1}), ("logit_bias", {-1: 1}),
     ("logit_bias", {1: NAN}), ("logit_bias", {1: HUGE}), ("logit_bias", {1: 101}), ("logit_bias", {1: "1"}),
-    ("logit_bias", {i: 0 for i in range(MAX_LOGIT_BIAS + 1)}),
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0)),
     ("ignore_eos", "false"), ("ignore_eos", 1), ("skip_special_tokens", None),
     ("include_stop_str_in_output", "no"),
 ]  # fmt: skip
@@ -74,8 +74,8 @@ def test_one_stop_and_a_list_and_none_are_the_same_to_the_rest():
 @pytest.mark.parametrize(("changes", "is_plain"), [
     ({}, True), ({"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "stop": "a"}, True),
     ({"min_tokens": 1}, False), ({"logprobs": 0}, False), ({"prompt_logprobs": 0}, False),
-    ({"logit_bias": {1: 1}}, False), ({"repetition_penalty": 1.1}, False), ({"frequency_penalty": 0.1}, False),
-    ({"presence_penalty": -0.1}, False),
+    ({"logit_bias": {1: 1}}, False), ({"repetition_penalty": 1.1}, False),
+    ({"frequency_penalty": 0.1}, False), ({"presence_penalty": -0.1}, False),
 ])  # fmt: skip
 def test_plain_is_what_uses_logits_as_they_are(changes, is_plain):
     assert SamplingParams(**changes).is_plain == is_plain

@@ -92,3 +92,17 @@ def test_no_donation_at_all_is_named():
     compiled = jax.jit(lambda s: {"pages": s["pages"] + 1}).trace(state).lower().compile()
     with pytest.raises(LoadError, match=r"\['pages'\] is copied"):
         audit_donation(compiled, donated=state, first_argument=0, name="x", max_temporary=1 << 30)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint16", "int8", "float8_e4m3fn"])
+def test_a_copy_is_seen_in_every_dtype_of_pages(dtype):
+    """Compiled text says u16 where numpy says uint16: a dtype that is not translated is never found."""
+    state = jax.ShapeDtypeStruct((300, 300), jnp.dtype(dtype))
+
+    def read_late(state):
+        new = state.at[1].set(jnp.ones((), state.dtype))
+        return new, new.astype(jnp.float32).T @ state.astype(jnp.float32)
+
+    compiled = jax.jit(read_late, donate_argnums=0).trace(state).lower().compile()
+    with pytest.raises(LoadError, match="copies a buffer like state leaf"):
+        audit_donation(compiled, donated=state, first_argument=0, name="x", max_temporary=1 << 30)

@@ -20,7 +20,7 @@ _SMALL = 64 << 10  # copies of leaves below this many bytes are not worth a refu
 
 _HLO_DTYPES = {
     "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "int8": "s8",
-    "uint8": "u8", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2",
+    "uint8": "u8", "uint16": "u16", "uint32": "u32", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2",
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def audit_donation(
 
 
 def _hlo_dtype(dtype: np.dtype) -> str:
-    return _HLO_DTYPES.get(dtype.name, dtype.name)
+    return _HLO_DTYPES[dtype.name]
 
 
 def _aliased_arguments(text: str) -> set[int]:
