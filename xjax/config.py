@@ -96,7 +96,12 @@ class EngineOptions:
     Raises LoadError naming the option when a value is out of range.
     """
 
-    max_num_seqs: int = _option(32, "sequences that run at once", low=1, high=4096)
+    max_num_seqs: int = _option(
+        32,
+        "sequences that run at once; the command line takes no more than there are prompts",
+        low=1,
+        high=4096,
+    )
     max_model_len: int | None = _option(
         None, "longest prompt plus answer in tokens; default: what the model allows", low=2, high=2**30
     )
@@ -231,6 +236,14 @@ class SchedulerConfig:
 
 
 # ---- environment ------------------------------------------------------------------------
+
+# Of the compiler and its runtime: each can change what a program is compiled to.
+_COMPILER_VARIABLES = ("XLA_FLAGS", "PJRT_NPROC", "NPROC", "LIBTPU_INIT_ARGS")
+
+
+def compiler_environment() -> str:
+    """What the environment tells the compiler, as text in which any difference shows."""
+    return repr([os.environ.get(name) for name in _COMPILER_VARIABLES])
 
 
 def cache_home() -> Path:

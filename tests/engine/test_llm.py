@@ -1,6 +1,7 @@
 """`LLM` over a tiny folder: results in order, errors in their places, streams, stops, interrupts."""
 
 import _thread
+import logging
 import os
 import subprocess
 import sys
@@ -354,3 +355,21 @@ def test_threads_limit_what_steps_compute_with():
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert int(done.stdout) == 3
+
+
+def test_what_it_starts_with_is_in_the_log(folder, caplog):
+    logger = logging.getLogger("xjax.engine.llm")
+    before = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with LLM(folder, **OPTIONS) as llm:
+            text = caplog.text
+            assert "generation config" in text and "warning" not in text.lower()
+            assert all(value in text for name, value in llm.plan.memory.table() if name != "available")
+        caplog.clear()
+        with LLM(folder, **{**OPTIONS, "num_pages": 9}):
+            assert "the pages hold 64 tokens" in caplog.text and str(CONTEXT) in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(before)

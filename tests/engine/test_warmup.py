@@ -171,6 +171,13 @@ def test_the_key_changes_with_sources_and_machine(llama_kit, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(warmup, name, lambda *_: "other")
             assert fixed() != base
+    for name, value in (("PJRT_NPROC", "1"), ("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert fixed() != base
+    with jax.default_matmul_precision("highest"):
+        assert fixed() != base
+    assert fixed() == base
     config = replace(llama_kit.model.config, norm_eps=1e-4)
     spec = replace(llama_kit.table._spec, config=config)
     assert ProgramTable(spec, llama_kit.model.params, llama_kit.table._state)._fixed != base
@@ -180,6 +187,7 @@ def test_the_digest_covers_what_a_step_is_made_from(tmp_path, monkeypatch):
     package = tmp_path / "xjax"
     for name in (
         "engine/step.py",
+        "engine/warmup.py",
         "kernels/a/b.py",
         "models/c.py",
         "sampling/d.py",

@@ -8,6 +8,7 @@ Everything heavy is made by `engine.build`; this is the text front around it.
 """
 
 import itertools
+import logging
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from xjax.checkpoints.hub import resolve
 from xjax.checkpoints.metadata import eos_ids, generation_defaults
 from xjax.config import EngineOptions, cache_home
 from xjax.engine.build import (
+    EnginePlan,
     Progress,
     load_model,
     make_table,
@@ -38,6 +40,8 @@ from xjax.text.answer import Answer, Delta
 from xjax.text.front import Front
 from xjax.text.template import load_template
 from xjax.text.tokenizer import load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -91,6 +95,7 @@ class LLM:
         )
         self.model = load_model(checkpoint, dtype=self.options.dtype, device=device, progress=progress)
         self.plan = plan_engine(self.model, self.options, device=device)
+        _log_start(self.plan, self.generation_defaults)
         table = make_table(
             self.model,
             self.plan,
@@ -271,6 +276,19 @@ def _folding(builder: ResultBuilder, settle: Callable[[RequestOutput], None]) ->
             settle(builder.result)
 
     return fold
+
+
+def _log_start(plan: EnginePlan, defaults: Mapping[str, Any]) -> None:
+    settings = ", ".join(f"{name} {value}" for name, value in defaults.items())
+    _log.info("sampling as the model's generation config has it: %s", settings or "nothing in it")
+    for name, value in plan.memory.table():
+        _log.info("%-16s %s", name, value)
+    if plan.memory.longest < plan.scheduler.max_model_len:
+        _log.warning(
+            "the pages hold %d tokens: longer requests are refused, though the context is %d",
+            plan.memory.longest,
+            plan.scheduler.max_model_len,
+        )
 
 
 def _program_folder(setting: str | None, home: Path) -> Path | None:

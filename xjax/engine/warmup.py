@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 
+from xjax.config import compiler_environment
 from xjax.engine.audit import audit_donation
 from xjax.engine.step import StepSpec, step
 from xjax.errors import EngineError, LoadError
@@ -136,7 +137,7 @@ def source_digest() -> str:
     """SHA-256 over the sources that a compiled step is made from."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for folder in ("engine/step.py", "kernels", "models", "sampling", "state"):
+    for folder in ("engine/step.py", "engine/warmup.py", "kernels", "models", "sampling", "state"):
         path = root / folder
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
@@ -150,6 +151,12 @@ def _machine() -> str:
         lines = []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return f"{flags}|{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+
+
+def _runtime(device: Any) -> str:
+    """What a program depends on beside itself, such as the threads that its loops are cut for."""
+    numerics = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    return f"{compiler_environment()}|{numerics}|{device.device_kind}|{device.client.platform_version}"
 
 
 class ProgramTable:
@@ -184,7 +191,8 @@ class ProgramTable:
         leaves = jax.tree.leaves((self._params, self._state))
         described = "".join(f"{leaf.dtype}{leaf.shape}{leaf.sharding}" for leaf in leaves)
         tree = jax.tree.structure((self._params, self._state))
-        build = (source_digest(), jax.__version__, version("jaxlib"), _machine(), spec.identity)
+        runtime = _runtime(_devices(self._state)[0])
+        build = (source_digest(), jax.__version__, version("jaxlib"), _machine(), runtime, spec.identity)
         self._fixed = "|".join((*build, described, str(tree)))
 
     @property

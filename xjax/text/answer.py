@@ -109,12 +109,15 @@ class Answer:
                 token_ids=token_ids,
                 logprobs=event.logprobs,
                 finish_reason=event.finish_reason,
-                stop_reason=event.stop_token_id if event.stop_token_id not in self.request.eos_ids else None,
+                stop_reason=None if self._is_eos(event.stop_token_id) else event.stop_token_id,
                 prompt_logprobs=event.prompt_logprobs,
                 num_cached_tokens=event.num_cached_tokens,
                 error=event.error,
             )
         )
+
+    def _is_eos(self, token_id: int | None) -> bool:
+        return token_id in self.request.eos_ids and not self.request.sampling.ignore_eos
 
     def _stop(self, sample: _Sample, event: TokenEvent, text: str) -> None:
         assert sample.stream is not None
