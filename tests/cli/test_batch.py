@@ -1,6 +1,7 @@
 """`xjax generate --input`: one result a line, errors in their place, and going on after a kill."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -105,7 +106,11 @@ def test_every_line_has_its_result_in_order(files, capsys):
     }
     for index, text in failed.items():
         assert text in found[index]["error"]["message"]
-    assert "15 of 19 requests failed" in capsys.readouterr().err
+    *_, failures, last = capsys.readouterr().err.splitlines()
+    assert "15 of 19 requests failed" in failures
+    assert re.fullmatch(
+        r"xjax: TTFT 0\.25 s, [\d.]+ tokens/s, 8 prompt tokens \(4 cached\), 9 new tokens", last
+    )
     params = [
         params for prompt, params in FakeLLM.made[0].calls if prompt == [{"role": "user", "content": "e"}]
     ]

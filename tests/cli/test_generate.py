@@ -131,7 +131,9 @@ def test_the_engine_has_room_for_the_samples_there_are(tmp_path):
 
 def test_json_object(capsys):
     assert main(["generate", "hi", "--json", "--logprobs", "2", "--n", "2"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err.splitlines()[-1].endswith("2 prompt tokens (1 cached), 6 new tokens")
     assert found["prompt"] == "hi"
     assert [output["text"] for output in found["outputs"]] == ["1:hi 2:hi 3:hi "] * 2
     assert found["usage"] == {"prompt_tokens": 2, "cached_tokens": 1, "completion_tokens": 6}

@@ -155,7 +155,8 @@ def _machine() -> str:
 
 def _runtime(device: Any) -> str:
     """What a program depends on beside itself, such as the threads that its loops are cut for."""
-    numerics = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    config: Any = jax.config
+    numerics = (config.jax_enable_x64, config.jax_default_matmul_precision)
     return f"{compiler_environment()}|{numerics}|{device.device_kind}|{device.client.platform_version}"
 
 

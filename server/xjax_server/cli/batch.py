@@ -12,6 +12,9 @@ Knows the engine only as `xjax.LLM`.
 import hashlib
 import json
 import re
+import statistics
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -24,7 +27,7 @@ from typing import IO, Any, cast
 import xjax
 from xjax.errors import LoadError, RequestError, XjaxError
 from xjax.request import SamplingParams
-from xjax_server.cli.console import ProgressBar, note, write
+from xjax_server.cli.console import ProgressBar, note, stats_line, write
 from xjax_server.cli.options import Flags
 from xjax_server.cli.results import error_object, result_object
 
@@ -202,6 +205,9 @@ class ResultWriter:
     def __init__(self, file: IO[bytes] | None, next_index: int) -> None:
         self._file = file
         self._waiting: dict[int, str] = {}
+        self._began = time.monotonic()
+        self._usage: Counter[str] = Counter()
+        self._first_tokens: list[float] = []
         self.next_index = next_index
         self.num_errors = 0
 
@@ -217,10 +223,24 @@ class ResultWriter:
     def put(self, job: Job, found: dict[str, Any]) -> None:
         """Take the result of a job."""
         self.num_errors += "error" in found
+        self._usage.update(found.get("usage", {}))
+        first = found.get("metrics", {}).get("first_token_seconds")
+        self._first_tokens += [] if first is None else [first]
         self._waiting[job.index] = job.line(found)
         while (line := self._waiting.pop(self.next_index, None)) is not None:
             self._append(line)
             self.next_index += 1
+
+    def stats_line(self) -> str:
+        """What this run came to: the median TTFT, and all new tokens over all of its time."""
+        new = self._usage["completion_tokens"]
+        return stats_line(
+            ttft=statistics.median(self._first_tokens) if self._first_tokens else None,
+            speed=new / (time.monotonic() - self._began) if new else None,
+            prompt=self._usage["prompt_tokens"],
+            cached=self._usage["cached_tokens"],
+            new=new,
+        )
 
     def _append(self, line: str) -> None:
         if self._file is None:
@@ -279,3 +299,4 @@ def run(
                     _ask(llm, same, results, progress, work.num_inputs)
         if results.num_errors:
             note(f"xjax: {results.num_errors} of {work.num_inputs} requests failed; see their results")
+        note(results.stats_line())

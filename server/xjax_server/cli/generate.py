@@ -115,6 +115,9 @@ def _sends_raw(llm: "xjax.LLM", raw: bool, system: str | None) -> bool:
 def _print_answers(result: "xjax.RequestOutput") -> None:
     for output in result.outputs:
         write(("---\n" if output.index else "") + output.text + ("" if output.text.endswith("\n") else "\n"))
+
+
+def _note_stats(result: "xjax.RequestOutput") -> None:
     line = stats_line(
         ttft=result.metrics.first_token_seconds,
         speed=result.metrics.tokens_per_second,
@@ -152,6 +155,7 @@ def _answer_one(
         write(json.dumps({"prompt": prompt, **result_object(results[0])}, ensure_ascii=False) + "\n")
     else:
         _print_answers(results[0])
+    _note_stats(results[0])
 
 
 @takes_engine_flags
