@@ -59,6 +59,13 @@ BROKEN = [
     (llama, LLAMA, {"rope_scaling": "linear"}, "rope_scaling"),
     (gemma3, GEMMA, {"layer_types": ["full_attention"]}, "layer_types"),
     (gemma3, GEMMA, {"layer_types": ["chunked_attention"] * 7}, "layer_types"),
+    (gemma3, GEMMA, {"layer_types": 7}, "layer_types"),
+    (gemma3, GEMMA, {"layer_types": [["full_attention"]] * 7}, "layer_types"),
+    (llama, LLAMA, {"hidden_act": ["silu"]}, "activation"),
+    (llama, LLAMA, {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    (llama, LLAMA, {"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+    (llama, LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 4096"),
+    (llama, LLAMA, {"max_position_embeddings": 10**30}, "max_position_embeddings"),
     (gemma3, GEMMA, {"use_bidirectional_attention": True}, "bidirectional"),
     (gemma3, GEMMA, {"attn_logit_softcapping": 50.0}, "soft cap"),
 ]

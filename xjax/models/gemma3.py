@@ -72,7 +72,7 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
     """Read a config.json, or its `text_config` where the model has more than text."""
     nested = Settings(values, "config.json").table("text_config")
     get = Settings(nested if nested is not None else values, "config.json")
-    num_layers, head_dim = get.integer("num_hidden_layers", 26), get.integer("head_dim", 256)
+    num_layers, head_dim = get.num_layers("num_hidden_layers", 26), get.integer("head_dim", 256)
     num_heads, num_kv_heads = get.integer("num_attention_heads", 8), get.integer("num_key_value_heads", 4)
     check_heads("config.json", num_heads, num_kv_heads, head_dim)
     embed_dim, attention_bias = get.integer("hidden_size", 2304), get.flag("attention_bias", False)
@@ -125,8 +125,9 @@ def _hf_windows(get: Settings, num_layers: int) -> tuple[int | None, ...]:
     window, kinds = get.integer("sliding_window", 4096), get.values.get("layer_types")
     if kinds is None:
         return _windows(num_layers, window, get.integer("sliding_window_pattern", _WINDOW_PATTERN))
-    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        kinds_text = "sliding_attention or full_attention"
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        kinds_text = " or ".join(known)
         raise LoadError(f"config.json: layer_types must name {kinds_text} {num_layers} times")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -138,7 +139,7 @@ def _windows(num_layers: int, window: int, pattern: int) -> tuple[int | None, ..
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
     """Read GGUF metadata; the local rotary base and the window pattern are the family's own."""
     get = Settings(values, "GGUF metadata", "gemma3.")
-    num_layers, head_dim = get.integer("block_count"), get.integer("attention.key_length", 256)
+    num_layers, head_dim = get.num_layers("block_count"), get.integer("attention.key_length", 256)
     num_heads = get.integer("attention.head_count")
     num_kv_heads = get.integer("attention.head_count_kv", num_heads)
     check_heads("GGUF metadata", num_heads, num_kv_heads, head_dim)

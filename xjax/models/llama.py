@@ -59,7 +59,7 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
     attention_bias = get.flag("attention_bias", False)
     scaling = get.table("rope_parameters") or get.table("rope_scaling")
     return Config(
-        num_layers=get.integer("num_hidden_layers"),
+        num_layers=get.num_layers("num_hidden_layers"),
         embed_dim=embed_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -90,7 +90,7 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
         raise LoadError(f"GGUF metadata: llama.rope.dimension_count must be the head size, {head_dim}")
     embed = tensors.get("token_embd.weight")
     return Config(
-        num_layers=get.integer("block_count"),
+        num_layers=get.num_layers("block_count"),
         embed_dim=embed_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -5,6 +5,10 @@ from typing import Any
 
 from xjax.errors import LoadError
 
+# No model is larger in anything that is counted; what is would only take memory before it fails.
+_MAX_COUNT = 1 << 24
+_MAX_LAYERS = 4096
+_MAX_NUMBER = 3.4e38  # of float32
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 
 
@@ -18,19 +22,29 @@ class Settings:
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self.values, self.source, self.prefix = values, source, prefix
 
-    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """Read a whole number of at least `low`."""
+    def integer(
+        self, key: str, default: int | None = None, *, low: int = 1, high: int = _MAX_COUNT
+    ) -> int:
+        """Read a whole number from `low` to `high`."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             name = self.prefix + key
-            raise LoadError(f"{self.source}: {name} must be an integer of at least {low}, not {value!r}")
+            raise LoadError(
+                f"{self.source}: {name} must be an integer from {low} to {high}, not {_short(value)}"
+            )
         return value
+
+    def num_layers(self, key: str, default: int | None = None) -> int:
+        """Read how many layers there are."""
+        return self.integer(key, default, high=_MAX_LAYERS)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Read a positive number."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise LoadError(f"{self.source}: {self.prefix}{key} must be a number above 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
+            raise LoadError(
+                f"{self.source}: {self.prefix}{key} must be a number above 0, not {_short(value)}"
+            )
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -41,22 +55,22 @@ class Settings:
         """Read true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise LoadError(f"{self.source}: {self.prefix}{key} must be true or false, not {value!r}")
+            raise LoadError(f"{self.source}: {self.prefix}{key} must be true or false, not {_short(value)}")
         return value
 
     def table(self, key: str) -> Mapping[str, Any] | None:
         """Read a nested mapping, or None where there is none."""
         value = self.values.get(self.prefix + key)
         if value is not None and not isinstance(value, Mapping):
-            raise LoadError(f"{self.source}: {self.prefix}{key} must be an object, not {value!r}")
+            raise LoadError(f"{self.source}: {self.prefix}{key} must be an object, not {_short(value)}")
         return value
 
     def activation(self, *keys: str, default: str) -> str:
         """Read the feed-forward activation from the first key that is there."""
         name = next((self.values[key] for key in keys if self.values.get(key) is not None), default)
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             known = ", ".join(sorted(_ACTIVATIONS))
-            raise LoadError(f"{self.source}: activation {name!r} is not supported; known: {known}")
+            raise LoadError(f"{self.source}: activation {_short(name)} is not supported; known: {known}")
         return _ACTIVATIONS[name]
 
     def _get(self, key: str, default: Any) -> Any:
@@ -66,6 +80,11 @@ class Settings:
         if default is None:
             raise LoadError(f"{self.source}: {self.prefix}{key} is missing")
         return default
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def check_heads(source: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
