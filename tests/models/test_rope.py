@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from xjax.errors import LoadError
-from xjax.models.rope import Rope, angles, inverse_frequencies, rope_from_hf, rotate
+from xjax.models.rope import Rope, angles, inverse_frequencies, rope_from_gguf, rope_from_hf, rotate
+from xjax.models.settings import Settings
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -52,11 +53,29 @@ def test_factors_divide():
         ({"rope_type": "linear"}, "factor"),
         ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial"),
+        ({"rope_type": "linear", "factor": "big"}, "factor must be a number above 0"),
+        ({"rope_type": "linear", "factor": 0}, "factor must be a number above 0"),
+        ({"rope_type": "default", "rope_theta": [1]}, "rope_theta must be a number above 0"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor 4 must be below high_freq_factor 4"),
     ],
 )
 def test_what_is_not_supported_is_said(settings, word):
     with pytest.raises(LoadError, match=word):
         rope_from_hf(settings, dim=8, theta=10.0)
+
+
+def test_gguf_metadata():
+    def read(**scaling):
+        values = {f"a.rope.{key}": value for key, value in scaling.items()}
+        return rope_from_gguf(Settings(values, "GGUF metadata", "a."), dim=8, theta=10.0)
+
+    assert read() == Rope(8, 10.0)
+    assert read(freq_base=5.0, **{"scaling.type": "none"}) == Rope(8, 5.0)
+    assert read(**{"scaling.type": "linear", "scaling.factor": 8.0}) == Rope(8, 10.0, "linear", 8.0)
+    with pytest.raises(LoadError, match=r"a\.rope\.scaling\.factor is missing"):
+        read(**{"scaling.type": "linear"})
+    with pytest.raises(LoadError, match="type 'yarn' is not supported"):
+        read(**{"scaling.type": "yarn", "scaling.factor": 8.0})
 
 
 @pytest.mark.device

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xjax.errors import LoadError
+from xjax.models.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,36 @@ def rope_from_hf(settings: Mapping[str, Any] | None, *, dim: int, theta: float) 
     "dynamic" scaling starts only behind the context the model was trained for, which is where
     `max_context` ends, so it is the default kind here. Raises LoadError for kinds we do not have.
     """
-    settings = settings or {}
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    theta = float(settings.get("rope_theta") or theta)
-    if float(settings.get("partial_rotary_factor") or 1.0) != 1.0:
+    get = Settings(settings or {}, "config.json, rope scaling")
+    kind = get.values.get("rope_type", get.values.get("type", "default"))
+    theta = get.number("rope_theta", theta)
+    if get.number("partial_rotary_factor", 1.0) != 1.0:
         raise LoadError("config.json: partial rotary embedding (partial_rotary_factor) is not supported")
-    try:
-        if kind in ("default", "dynamic", None):
-            return Rope(dim, theta)
-        if kind == "linear":
-            return Rope(dim, theta, "linear", float(settings["factor"]))
-        if kind == "llama3":
-            return Rope(
-                dim, theta, "llama3", float(settings["factor"]), float(settings["low_freq_factor"]),
-                float(settings["high_freq_factor"]), int(settings["original_max_position_embeddings"]),
-            )  # fmt: skip
-    except KeyError as error:
-        raise LoadError(f"config.json: rope scaling of type {kind!r} lacks {error}") from error
+    if kind in ("default", "dynamic", None):
+        return Rope(dim, theta)
+    if kind == "linear":
+        return Rope(dim, theta, "linear", get.number("factor"))
+    if kind == "llama3":
+        low, high = get.number("low_freq_factor"), get.number("high_freq_factor")
+        if low >= high:
+            raise LoadError(f"config.json: low_freq_factor {low:g} must be below high_freq_factor {high:g}")
+        original = int(get.number("original_max_position_embeddings"))
+        return Rope(dim, theta, "llama3", get.number("factor"), low, high, original)
     known = "default, dynamic, linear, llama3"
     raise LoadError(f"config.json: rope scaling of type {kind!r} is not supported; known: {known}")
+
+
+def rope_from_gguf(get: Settings, *, dim: int, theta: float) -> Rope:
+    """Read the rotary settings of GGUF metadata. Raises LoadError for kinds we do not have."""
+    theta, kind = (
+        get.number("rope.freq_base", theta),
+        get.values.get(f"{get.prefix}rope.scaling.type", "none"),
+    )
+    if kind == "linear":
+        return Rope(dim, theta, "linear", get.number("rope.scaling.factor"))
+    if kind != "none":
+        raise LoadError(f"{get.source}: rope scaling of type {kind!r} is not supported; known: none, linear")
+    return Rope(dim, theta)
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
