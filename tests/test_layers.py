@@ -25,7 +25,6 @@ LATE_IMPORTS = {
     "jax_triton": "raises when jaxlib has no GPU",
     "llguidance": "needed for constrained output only",
     "orbax": "seconds to import, and needed for converted checkpoints only",
-    "sentencepiece": "needed for tokenizer.model only",
     "torch": "not a dependency",
     "uvicorn": "needed by one command only",
 }
