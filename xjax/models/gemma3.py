@@ -18,7 +18,7 @@ from xjax.config import CacheSpec, PagedLayer, page_groups
 from xjax.errors import LoadError
 from xjax.models import layers
 from xjax.models.layers import LayerConfig, Params
-from xjax.models.rope import Rope, angles, rope_from_hf
+from xjax.models.rope import Rope, angles, rope_from_gguf, rope_from_hf
 from xjax.models.settings import Settings, check_heads
 from xjax.state.batch import Batch
 from xjax.state.kv import EngineState
@@ -155,20 +155,13 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
         max_context=get.integer("context_length"),
         norm_eps=get.number("attention.layer_norm_rms_epsilon", 1e-6),
         tied="output.weight" not in tensors,
-        rope=_gguf_rope(get, head_dim),
+        rope=rope_from_gguf(get, dim=head_dim, theta=1e6),
         local_rope=Rope(head_dim, get.number("rope.freq_base_swa", _LOCAL_THETA)),
         windows=_windows(num_layers, get.integer("attention.sliding_window"), _WINDOW_PATTERN),
         query_scale=_gguf_query_scale(num_layers, embed_dim, num_heads, head_dim),
         embed_scale=math.sqrt(embed_dim),
         final_soft_cap=get.optional_number("final_logit_softcapping"),
     )
-
-
-def _gguf_rope(get: Settings, head_dim: int) -> Rope:
-    theta = get.number("rope.freq_base", 1e6)
-    if get.values.get("gemma3.rope.scaling.type", "none") == "linear":
-        return Rope(head_dim, theta, "linear", get.number("rope.scaling.factor"))
-    return Rope(head_dim, theta)
 
 
 def _gguf_query_scale(num_layers: int, embed_dim: int, num_heads: int, head_dim: int) -> float:

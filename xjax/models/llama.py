@@ -16,7 +16,7 @@ from xjax.config import CacheSpec, PagedLayer
 from xjax.errors import LoadError
 from xjax.models import layers
 from xjax.models.layers import LayerConfig, Params
-from xjax.models.rope import Rope, angles, rope_from_hf
+from xjax.models.rope import Rope, angles, rope_from_gguf, rope_from_hf
 from xjax.models.settings import Settings, check_heads
 from xjax.state.batch import Batch
 from xjax.state.kv import EngineState
@@ -108,18 +108,12 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
 
 
 def _gguf_rope(get: Settings, head_dim: int, tensors: Mapping[str, Any]) -> Rope:
-    theta = get.number("rope.freq_base", 10000.0)
-    if "rope_freqs.weight" in tensors:
-        factors = tuple(float(x) for x in tensors["rope_freqs.weight"].read().reshape(-1))
-        if len(factors) != head_dim // 2:
-            raise LoadError(f"rope_freqs.weight: expected {head_dim // 2} factors, found {len(factors)}")
-        return Rope(head_dim, theta, "factors", factors=factors)
-    kind = get.values.get("llama.rope.scaling.type", "none")
-    if kind == "linear":
-        return Rope(head_dim, theta, "linear", get.number("rope.scaling.factor"))
-    if kind != "none":
-        raise LoadError(f"GGUF metadata: rope scaling of type {kind!r} is not supported; known: none, linear")
-    return Rope(head_dim, theta)
+    if "rope_freqs.weight" not in tensors:
+        return rope_from_gguf(get, dim=head_dim, theta=10000.0)
+    factors = tuple(float(x) for x in tensors["rope_freqs.weight"].read().reshape(-1))
+    if len(factors) != head_dim // 2:
+        raise LoadError(f"rope_freqs.weight: expected {head_dim // 2} factors, found {len(factors)}")
+    return Rope(head_dim, get.number("rope.freq_base", 10000.0), "factors", factors=factors)
 
 
 def cache_spec(config: Config) -> CacheSpec:
