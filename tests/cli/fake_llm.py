@@ -2,7 +2,8 @@
 
 The answer to a prompt is "1:PROMPT 2:PROMPT 3:PROMPT ", a token a word, cut by max_tokens; the
 answer to a chat is the same with the contents of its messages joined by "|". "fail" as prompt
-fails the request, "defect" raises what is no error of ours, "slow" takes long between tokens.
+fails the request, "defect" raises what is no error of ours, "slow" takes long between tokens,
+"break" streams a token and then fails in the engine.
 Run as a program, this file is `xjax` with that engine.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import xjax
 from xjax.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
-from xjax.errors import LoadError, RequestError
+from xjax.errors import EngineError, LoadError, RequestError
 
 NUM_WORDS = 3
 
@@ -64,6 +65,8 @@ class FakeLLM:
     def stream(self, prompt, params):
         self.calls.append((prompt, params))
         for i, word in enumerate(self._words(prompt, params)):
+            if word.endswith(":break ") and i:
+                raise EngineError("the step failed: made up")
             if word.endswith(":slow "):
                 time.sleep(0.05)
             yield StreamChunk(

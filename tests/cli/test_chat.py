@@ -130,6 +130,19 @@ def test_a_failed_turn_leaves_the_history(chat):
     assert chat.wait() == 0
 
 
+def test_a_failed_step_ends_the_answer_and_keeps_the_chat(chat):
+    chat.type("one\n")
+    chat.read_until(">>> ")
+    chat.type("/clear\n")
+    chat.read_until(">>> ")
+    chat.type("break\n")
+    assert "xjax: error: the step failed: made up" in chat.read_until(">>> ")
+    chat.type("two\n")
+    assert "1:two " in chat.read_until(">>> ")
+    chat.type("\x04")
+    assert chat.wait() == 0
+
+
 @pytest.fixture
 def fake_engine(monkeypatch):
     monkeypatch.setitem(vars(xjax), "LLM", FakeLLM)

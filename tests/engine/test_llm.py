@@ -373,3 +373,14 @@ def test_what_it_starts_with_is_in_the_log(folder, caplog):
     finally:
         logger.removeHandler(caplog.handler)
         logger.setLevel(before)
+
+
+def test_who_waits_for_a_place_in_the_queue_hears_that_the_call_is_over():
+    batch = outputs.Batch(2, None)
+    began = time.monotonic()
+    batch.pause(0.01)
+    batch.stop(OSError("disk full"))
+    for wait in (lambda: batch.pause(60), batch.wait):
+        with pytest.raises(OSError, match="disk full"):
+            wait()
+    assert time.monotonic() - began < 10

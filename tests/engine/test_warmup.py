@@ -152,6 +152,17 @@ def test_leftovers_of_a_kill_are_removed(tmp_path, saved):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.1.2.tmp", "key"]
 
 
+def test_programs_that_nobody_loads_any_more_are_removed(filled, tmp_path, saved):
+    folder = copied(filled, tmp_path / "copy")
+    unused, month_ago = folder / "unused", time.time() - 31 * 86400
+    unused.write_bytes(b"of another jaxlib")
+    for path in folder.iterdir():
+        os.utime(path, (month_ago, month_ago))
+    assert run_process("llama", folder)[1] == (0, 2)
+    ProgramCache(folder).save("key", Payload())
+    assert len(list(folder.iterdir())) == 3 and not unused.exists()
+
+
 def test_what_cannot_be_serialized_is_not_kept(tmp_path, monkeypatch):
     def refuse(compiled):
         raise ValueError("not supported")

@@ -222,10 +222,12 @@ class Batch:
         return receive
 
     def pause(self, seconds: float) -> None:
-        """Wait a little, or until something is complete."""
+        """Wait a little, or until something is complete. Raises what ended the wait for all of them."""
         with self._progress:
             if self._error is None:
                 self._progress.wait(seconds)
+        if self._error is not None:
+            raise self._error
 
     def wait(self) -> list[RequestOutput]:
         """Wait for all results; they come in order. Raises what `on_result` raised."""

@@ -33,7 +33,8 @@ from xjax.state.batch import BatchShape, packed_length
 _STACK_BYTES = 64 << 20  # the compiler recurses deeply over unrolled layers
 _MISSES_TO_COMPILE = 32  # steps on a larger shape after which a shape gets a program of its own
 _stack_guard = threading.Lock()
-_STALE_SECONDS = 86400
+_STALE_SECONDS = 86400  # of what a killed process left behind
+_UNUSED_SECONDS = 30 * 86400  # of a program that nobody loads any more: other sources, another jaxlib
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -85,9 +86,12 @@ class ProgramCache:
         digest, payload = data[:32], data[32:]
         if hashlib.sha256(payload).digest() == digest:
             try:
-                return serialize_executable.deserialize_and_load(
+                program = serialize_executable.deserialize_and_load(
                     payload, in_tree, out_tree, execution_devices=devices
                 )
+                with suppress(OSError):
+                    os.utime(path)  # `_sweep` goes by when a program was last of use
+                return program
             except (ValueError, RuntimeError, TypeError, EOFError, pickle.UnpicklingError):
                 pass
         with suppress(OSError):
@@ -113,9 +117,10 @@ class ProgramCache:
                 temporary.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Remove what a killed process left behind."""
-        for path in self.folder.glob("*.tmp"):
-            if path.stat().st_mtime < time.time() - _STALE_SECONDS:
+        """Remove what a killed process left behind, and programs that have not been of use for long."""
+        for path in self.folder.iterdir():
+            seconds = _STALE_SECONDS if path.suffix == ".tmp" else _UNUSED_SECONDS
+            if path.stat().st_mtime < time.time() - seconds:
                 path.unlink(missing_ok=True)
 
 

@@ -56,6 +56,7 @@ class Conversation:
         front: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         tally, pieces, is_stopped = Tally(), list[str](), False
+        failure: EngineError | None = None
         chunks = self._llm.stream(front + turn, self._params)
         try:
             for piece in stream_answer(chunks, tally):
@@ -63,11 +64,16 @@ class Conversation:
                 write(piece)
         except KeyboardInterrupt:
             is_stopped = True
+        except EngineError as error:  # this answer's step failed; a dead engine refuses the next turn
+            failure = error
         finally:
             with _uninterrupted():
                 chunks.close()
                 if pieces:
                     write("\n")
+        if failure is not None:
+            print_error(str(failure))
+            return
         answer = "".join(pieces)
         if answer:
             self.messages = [*turn, {"role": "assistant", "content": answer}]
