@@ -384,3 +384,19 @@ def test_who_waits_for_a_place_in_the_queue_hears_that_the_call_is_over():
         with pytest.raises(OSError, match="disk full"):
             wait()
     assert time.monotonic() - began < 10
+
+
+def test_a_prompt_that_is_refused_compiles_nothing(folder):
+    """Or the program could not end before a program that nobody wants is made."""
+    with LLM(folder, **OPTIONS) as llm:
+        results = llm.generate(["x" * 400, ""], GREEDY)
+        assert all(isinstance(result.error, RequestError) for result in results)
+        with pytest.raises(RequestError, match="400 tokens"):
+            llm.stream("x" * 400, GREEDY)
+        assert not llm.engine.table._futures
+
+
+def test_a_prompt_in_a_form_of_others_is_refused_in_its_place(llm):
+    for prompts in ({"prompt_token_ids": [1]}, [{"prompt_token_ids": [1]}]):
+        (result,) = llm.generate(prompts, GREEDY)
+        assert isinstance(result.error, RequestError) and "list of token ids" in str(result.error)

@@ -267,7 +267,7 @@ class LLM:
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], SupportsIndex))
+    return isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], SupportsIndex))
 
 
 def _folding(builder: ResultBuilder, settle: Callable[[RequestOutput], None]) -> Callable[[Delta], None]:

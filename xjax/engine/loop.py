@@ -94,6 +94,7 @@ class Engine:
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Start to compile what requests that are about to be submitted need first; returns at once."""
+        requests = [request for request in requests if 0 < len(request.prompt_ids) < self.longest]
         if not requests:
             return
         full = not all(request.sampling.is_plain for request in requests)
