@@ -270,6 +270,20 @@ def test_what_a_step_waits_for_is_made_next(table):
     assert [made.num_rows for made in table.made] == [1, 8, 4, 2]
 
 
+def test_a_shape_does_not_wait_for_a_busy_thread_while_processors_are_free(table, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    started = []
+    make = table._make
+    monkeypatch.setattr(table, "_make", lambda shape: started.append(shape) or make(shape))
+    for rows in (1, 2, 4):
+        table.prepare([shape(rows)])
+        time.sleep(0.05)
+    assert started == [shape(1), shape(2)]
+    table.gate.set()
+    table.wait([shape(4)])
+    assert started == [shape(1), shape(2), shape(4)]
+
+
 def test_a_larger_ready_shape_serves_until_the_own_is_worth_it(table):
     table.gate.set()
     table.wait([shape(16), shape(8)])

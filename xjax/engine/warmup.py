@@ -220,7 +220,7 @@ class ProgramTable:
                 else:
                     continue
                 (self._line.appendleft if first else self._line.append)(shape)
-            missing = min(len(self._line), os.cpu_count() or 1) - self._num_workers
+            missing = min(len(self._line), (os.cpu_count() or 1) - self._num_workers)
             self._num_workers += max(missing, 0)
         for started in range(missing):
             try:
