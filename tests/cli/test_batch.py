@@ -1,6 +1,7 @@
 """`xjax generate --input`: one result a line, errors in their place, and going on after a kill."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import xjax
 from tests.cli.fake_llm import FakeLLM
+from xjax.errors import LoadError
 from xjax_server.cli import batch, main
 
 PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
@@ -224,3 +226,53 @@ def test_a_killed_run_is_continued(files):
     write_lines(source, [b"bad"] + [{"prompt": "slow" if i == 3 else str(i)} for i in range(1, 6)])
     assert run(source, output, "--raw", "--max-tokens", "1") == 0
     assert [item["index"] for item in results(output)] == list(range(6))
+
+
+def test_an_input_that_can_be_read_once_only_is_refused(tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["generate", "--input", str(pipe)]) == 2
+    assert "is no regular file" in capsys.readouterr().err
+
+
+def test_an_input_that_is_not_there_is_one_line(files, capsys):
+    source, output = files
+    output.parent.mkdir()
+    output.touch()
+    assert run(source, output) == 2
+    assert capsys.readouterr().err == f"xjax: error: cannot read {source}: No such file or directory\n"
+
+
+def test_an_empty_input_loads_no_model(files, capsys):
+    source, _ = files
+    source.touch()
+    assert main(["generate", "--input", str(source)]) == 0
+    assert not FakeLLM.made
+
+
+def test_a_byte_order_mark_is_no_part_of_the_request(files):
+    source, output = files
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}')
+    assert run(source, output) == 0
+    assert [line["outputs"][0]["text"][:3] for line in results(output)] == ["1:a", "1:b"]
+
+
+@pytest.mark.parametrize("name", [True, 1.5, float("nan"), [1], {"a": 1}])
+def test_an_id_is_a_text_or_a_whole_number(name, files):
+    source, output = files
+    write_lines(source, [{"id": name, "prompt": "a"}])
+    assert run(source, output) == 0
+    assert results(output)[0]["error"]["param"] == "id"
+
+
+def test_two_runs_do_not_share_an_output(files, capsys):
+    source, output = files
+    write_lines(source, [{"prompt": "a"}])
+    first, second = batch.Work(source, output), batch.Work(source, output)
+    with first.open_results():
+        with pytest.raises(LoadError, match="being written by another run"):
+            second.open_results()
+        output.write_text("more")
+    with pytest.raises(LoadError, match="has changed since|no file of results"):
+        second.open_results()
+    assert output.read_text() == "more"

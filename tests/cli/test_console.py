@@ -62,3 +62,43 @@ def test_log_lines_go_to_stderr_when_asked_for(capsys):
     logging.getLogger("xjax.engine").info("another detail")
     set_up_logging(False)
     assert capsys.readouterr().err == "xjax: a warning\nxjax: another detail\n"
+
+
+FULL = "xjax: error: cannot write to standard output: No space left on device"
+
+
+def run_redirected(arguments, redirection, stdin=""):
+    command = f'exec "$@" {redirection}'
+    return subprocess.run(
+        ["/bin/sh", "-c", command, "sh", *PROGRAM, *arguments],
+        capture_output=True, text=True, input=stdin, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "line"),
+    [
+        (["generate", "hi"], ">/dev/full", FULL),
+        (["--version"], ">/dev/full", FULL),
+        (["generate", "hi"], ">&-", "xjax: error: cannot write the answer: standard output is closed"),
+        (["generate"], "<&-", "xjax: error: no prompt is given and standard input is closed"),
+    ],
+)  # fmt: skip
+def test_a_standard_stream_that_cannot_be_used_is_one_line(arguments, redirection, line):
+    result = run_redirected(arguments, redirection)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[-1] == line
+    assert result.stderr.count("error") == 1
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_an_answer_needs_no_standard_error(redirection):
+    result = run_redirected(["generate", "hi"], redirection)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "1:hi 2:hi 3:hi \n", "")
+
+
+def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded():
+    result = subprocess.run([*PROGRAM, "generate", b"a\xff"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == "xjax: error: the prompt is not UTF-8 text\n"

@@ -19,7 +19,7 @@ from typer.main import get_command
 import xjax
 from xjax.errors import XjaxError
 from xjax_server.cli import chat, generate, models, pull
-from xjax_server.cli.console import PIPE_CLOSED, drop_stdout, print_error, set_up_streams, write
+from xjax_server.cli.console import PIPE_CLOSED, drop, flush, print_error, set_up_streams, write
 
 app = typer.Typer(
     name="xjax",
@@ -75,14 +75,16 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 def _run(arguments: list[str], debug: bool) -> int:
     try:
         code = get_command(app).main(arguments, prog_name="xjax", standalone_mode=False)
-        sys.stdout.flush()
+        flush()
         return code if isinstance(code, int) else 0
+    except typer.Exit as ended:
+        return ended.exit_code
+    except BrokenPipeError:  # while help was printed
+        drop(sys.stdout)
+        return PIPE_CLOSED
     except typer.TyperException as error:
         print_error(error.format_message())
         return error.exit_code
-    except BrokenPipeError:
-        drop_stdout()
-        return PIPE_CLOSED
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except XjaxError as error:

@@ -9,6 +9,7 @@
 Knows the engine only as `xjax.LLM`.
 """
 
+import fcntl
 import hashlib
 import json
 import re
@@ -46,7 +47,7 @@ class Job:
 
     index: int
     digest: str
-    name: Any = None  # the line's own "id"
+    name: str | int | None = None  # the line's own "id"
     prompt: "str | list[int] | list[Message] | None" = None
     is_chat: bool = False
     params: SamplingParams | None = None
@@ -69,12 +70,19 @@ def _parse(line: bytes) -> dict[str, Any]:
     if not line.strip():
         raise RequestError("the line is empty, expected a JSON object with a prompt or messages")
     try:
-        found: object = json.loads(line.decode("utf-8"))
+        found: object = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the line is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise RequestError("the line is not a JSON object with a prompt or messages")
     return cast("dict[str, Any]", found)
+
+
+def _name(value: Any) -> str | int | None:
+    """The line's own name, which its result repeats."""
+    if isinstance(value, bool) or not isinstance(value, str | int | None):
+        raise RequestError("must be a text or a whole number", param="id")
+    return value
 
 
 def _sampling(fields_given: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +125,7 @@ def make_job(
     digest, name = _digest(line), None
     try:
         body = _parse(line)
-        name = body.pop("id", None)
+        name = _name(body.pop("id", None))
         prompt, is_chat = _wrap(body, system, raw)
         params = flags.params(defaults, **_sampling(body))
     except RequestError as error:
@@ -169,7 +177,12 @@ class Work:
     """An input file and what is done of it; raises LoadError when they do not fit."""
 
     def __init__(self, source: Path, output: Path | None) -> None:
-        if output is not None and output.exists() and output.samefile(source):
+        # It is read twice, so that progress has a total and a killed run can go on.
+        if source.exists() and not (source.is_file() or source.is_dir()):
+            raise LoadError(
+                f"{source} is no regular file; --input is read more than once, so save it to a file"
+            )
+        if output is not None and output.exists() and source.exists() and output.samefile(source):
             raise LoadError("--output is the file of --input; choose another one")
         self.source, self.output = source, output
         self.num_inputs = sum(1 for _ in _read_lines(source))
@@ -178,7 +191,7 @@ class Work:
     @property
     def is_finished(self) -> bool:
         """Whether every input has its result already."""
-        return self.output is not None and self.num_done == self.num_inputs
+        return self.num_done == self.num_inputs and (self.output is not None or not self.num_inputs)
 
     def windows(self) -> Iterator[list[tuple[int, bytes]]]:
         """Lines still to do, with their indexes, WINDOW at a time."""
@@ -187,16 +200,33 @@ class Work:
             yield window
 
     def open_results(self) -> "ResultWriter":
-        """Open the output behind its last complete line."""
+        """Open the output behind its last complete line; raises LoadError when another run writes it."""
         if self.output is None:
             return ResultWriter(None, self.num_done)
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             file = self.output.open("ab")
-            file.truncate(self._num_bytes)
         except OSError as error:
             raise LoadError(f"cannot write {self.output}: {error.strerror}") from error
+        try:
+            self._claim(file)
+        except BaseException:
+            file.close()
+            raise
         return ResultWriter(file, self.num_done)
+
+    def _claim(self, file: IO[bytes]) -> None:
+        assert self.output is not None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It was read before the model was loaded.
+            if count_results(self.source, self.output) != (self.num_done, self._num_bytes):
+                raise LoadError(f"{self.output} has changed since this run began; start it again")
+            file.truncate(self._num_bytes)
+        except BlockingIOError as error:
+            raise LoadError(f"{self.output} is being written by another run") from error
+        except OSError as error:
+            raise LoadError(f"cannot write {self.output}: {error.strerror}") from error
 
 
 class ResultWriter:

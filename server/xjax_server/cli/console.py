@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ _BYTES_FROM = 10**6  # totals from here on are bytes, smaller ones are counts
 
 def set_up_streams() -> None:
     """Make every text printable: UTF-8 into pipes and files, replacements on odd terminals."""
+    _take_missing_descriptors()
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is None:
@@ -30,26 +31,56 @@ def set_up_streams() -> None:
             reconfigure(encoding="utf-8", errors="replace")
 
 
-def drop_stdout() -> None:
-    """Send what is still to be flushed nowhere, after the reader of a pipe went away."""
+def _take_missing_descriptors() -> None:
+    """Let no file that is opened later get the number of a standard stream that the caller closed."""
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(nowhere)
+
+
+def drop(stream: TextIO) -> None:
+    """Send what a stream still holds nowhere, or the interpreter fails on it when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def write(text: str) -> None:
-    """Write to standard output at once; ends the program quietly when nobody reads it."""
+    """Write to standard output at once.
+
+    Ends the program when that fails: quietly when nobody reads it any more, else with a line.
+    """
+    # A standard stream is None when the caller closed it.
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # said once
+        print_error("cannot write the answer: standard output is closed")
+        raise typer.Exit(2)
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        drop_stdout()
+        drop(sys.stdout)
         raise typer.Exit(PIPE_CLOSED) from None
+    except OSError as error:
+        drop(sys.stdout)
+        print_error(f"cannot write to standard output: {error.strerror}")
+        raise typer.Exit(2) from error
+
+
+def flush() -> None:
+    """Write what others left in standard output; ends the program as `write` does."""
+    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        write("")
 
 
 def note(text: str) -> None:
-    """Write one line to standard error."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    """Write one line to standard error, if it can be written to: an answer goes on without."""
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:
+        drop(sys.stderr)
 
 
 def print_error(text: str) -> None:

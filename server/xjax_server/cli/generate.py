@@ -5,6 +5,7 @@ without one, or with --raw, it is sent as it is.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +25,14 @@ from xjax_server.cli.results import result_object
 Message = dict[str, Any]
 
 
+def _decode(argument: str) -> str:
+    """An argument as UTF-8, whatever the locale took its bytes for."""
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError as error:
+        raise RequestError("the prompt is not UTF-8 text", param="prompt") from error
+
+
 def read_prompt(argument: str | None, *, keep_newline: bool) -> str:
     """The prompt argument, or standard input for none and for "-"; raises RequestError.
 
@@ -31,8 +40,10 @@ def read_prompt(argument: str | None, *, keep_newline: bool) -> str:
     dropped unless `keep_newline`.
     """
     if argument is not None and argument != "-":
-        text = argument
+        text = _decode(argument)
     else:
+        if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise RequestError("no prompt is given and standard input is closed", param="prompt")
         if sys.stdin.isatty():
             note("xjax: reading the prompt from the terminal; Ctrl-D on an empty line ends it")
         try:
