@@ -1,5 +1,6 @@
 """GGUF headers: equality with the gguf package's reader, hostile files, split files."""
 
+import os
 import struct
 import time
 from collections.abc import Sequence
@@ -219,6 +220,12 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none.gguf", tmp_path):
         with pytest.raises(LoadError, match="cannot be read"):
             read_gguf(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(LoadError, match="cannot be read: not a regular file"):
+        read_gguf(tmp_path / "pipe.gguf")
 
 
 def test_a_string_that_is_not_utf8_is_found_when_decoded(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """End-of-sequence ids and sampling defaults from every source that states them."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,9 @@ def test_reading_json(tmp_path: Path) -> None:
     assert read_optional_json(path) == {}
     with pytest.raises(LoadError, match="x.json: cannot be read: No such file"):
         read_json(path)
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(LoadError, match="pipe.json: cannot be read: not a regular file"):
+        read_optional_json(tmp_path / "pipe.json")
     path.write_text('{"a": [1, {"b": "é"}]}', encoding="utf-8")
     assert read_json(path) == {"a": [1, {"b": "é"}]}
     path.write_text('{\n"a" 1}')

@@ -165,7 +165,11 @@ def test_every_damage_to_a_model_file_is_a_load_error(tmp_path):
     assert refused > 20
 
 
-@pytest.mark.parametrize("added", [{"x": {"content": "y"}}, {"700": {}}, {"9": {"content": "<other>"}}, []])
+@pytest.mark.parametrize(
+    "added",
+    [{"x": {"content": "y"}}, {"700": {}}, {"9": {"content": "<other>"}}, [], {"9": "y"},
+     {"9": {"content": "\ud800"}}],
+)  # fmt: skip
 def test_bad_added_tokens_are_named(tmp_path, added):
     folder = copy(tmp_path, added_tokens_decoder=added)
     if added == []:

@@ -145,3 +145,15 @@ def test_default_model_equals_the_reference(smollm2_path):
     assert len(chats) >= 2
     for chat in chats:
         assert front.encode_chat(chat["messages"]) == chat["ids"]
+
+
+def test_a_lone_surrogate_is_named_where_it_stands_in_the_message():
+    with pytest.raises(RequestError, match="lone surrogate at character 2") as caught:
+        make_front().encode_chat([{"role": "user", "content": "ab\ud800"}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("tools", [5, "tool", {"name": "f"}])
+def test_tools_that_are_no_list_are_refused(tools):
+    with pytest.raises(RequestError, match="tools: expected a list"):
+        make_front().encode_chat([{"role": "user", "content": "a"}], tools=tools)

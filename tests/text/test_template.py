@@ -149,3 +149,12 @@ def test_an_override_that_is_not_there(tmp_path):
     (tmp_path / "bad.jinja").write_bytes(b"\xff")
     with pytest.raises(LoadError, match="not UTF-8"):
         load_template(folder(tmp_path), override=tmp_path / "bad.jinja")
+
+
+def test_a_huge_template_is_refused_at_once(tmp_path):
+    with pytest.raises(LoadError, match="zero: larger than 4 MB, too large for a chat template"):
+        load_template(folder(tmp_path), override=Path("/dev/zero"))
+    text = "x" * (1 << 20)
+    assert load_template(folder(tmp_path, chat_template__jinja=text))
+    with pytest.raises(LoadError, match="longer than 1048576 characters"):
+        load_template(folder(tmp_path, chat_template__jinja=text + "x"))

@@ -74,6 +74,8 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; LoadError if it is not there or is anything else."""
     try:
+        if path.exists() and not path.is_file():
+            raise LoadError(f"{path}: cannot be read: not a regular file")
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise LoadError(f"{path}: larger than {_MAX_JSON_BYTES >> 20} MB, too large for a JSON file")
         text = path.read_bytes()

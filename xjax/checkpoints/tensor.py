@@ -6,6 +6,7 @@ so opening a model costs no memory. Knows no file format.
 
 import mmap
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+                raise LoadError(f"{path}: cannot be read: not a regular file")
             with path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size == 0:
                     raise LoadError(f"{path}: the file is empty")

@@ -22,9 +22,7 @@ class Settings:
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self.values, self.source, self.prefix = values, source, prefix
 
-    def integer(
-        self, key: str, default: int | None = None, *, low: int = 1, high: int = _MAX_COUNT
-    ) -> int:
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = _MAX_COUNT) -> int:
         """Read a whole number from `low` to `high`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -80,9 +80,17 @@ def _edge(given: tuple[int, ...], token_id: int | None, wanted: bool | None) -> 
     return (token_id, *given) if wanted else tuple(i for i in given if i != token_id)
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _content(token: object) -> str | None:
     content: object = token.get("content") if isinstance(token, Mapping) else token  # type: ignore[union-attr]
-    return content if isinstance(content, str) and content else None
+    return content if isinstance(content, str) and content and _is_unicode(content) else None
 
 
 def _id_of(inner: tokenizers.Tokenizer, token: object) -> int | None:
@@ -99,7 +107,7 @@ def _add_configured(inner: tokenizers.Tokenizer, config: Mapping[str, Any], fold
             f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is not a table of tokens by id"
         )
     for key, value in cast("dict[str, object]", listed).items():
-        if not key.isdecimal() or _content(value) is None:
+        if not key.isdecimal() or not isinstance(value, dict) or _content(value) is None:  # type: ignore[arg-type]
             raise LoadError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {key!r} is no token")
     for token_id, entry in sorted((int(key), value) for key, value in cast("dict[str, Any]", listed).items()):
         flags = {

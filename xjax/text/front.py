@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from xjax.errors import RequestError
-from xjax.text.messages import check_messages
+from xjax.text.messages import check_messages, check_unicode
 from xjax.text.template import ChatTemplate
-from xjax.text.tokenizer import Tokenizer, check_unicode
+from xjax.text.tokenizer import Tokenizer
 
 # Supplementary private-use characters: no text has them, and no template touches them.
 _PRIVATE = range(0xF0000, 0xFFFFE)
@@ -58,7 +58,9 @@ class Front:
                 "or give a template with --chat-template FILE",
                 param="messages",
             )
-        given: list[Any] = [check_messages(messages), list(tools) if tools else None, kwargs]
+        given: list[Any] = [check_messages(messages), _check_tools(tools), kwargs]
+        for part in _strings(given):
+            check_unicode(part, "messages")
         hiding = _Hiding(self.tokenizer, given)
         if hiding.is_needed:
             given = [hiding.hide(value) for value in given]
@@ -110,6 +112,14 @@ class _Hiding:
                 raise RequestError("messages: they use every private character of Unicode", param="messages")
             self._private_by_special[special] = private
         return private
+
+
+def _check_tools(tools: object) -> list[object] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise RequestError("tools: expected a list of objects", param="tools")
+    return list(cast("Sequence[object]", tools))
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The messages of a chat, checked and brought into the one form that templates are given.
 
 Roles are strings, contents are strings (text parts are joined by a line break), arguments of
-tool calls are objects. Everything else a message carries is kept. Knows no template.
+tool calls are objects. Everything else a message carries is kept. Knows no template and no tokenizer.
 """
 
 import json
@@ -12,6 +12,16 @@ from xjax.errors import RequestError
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 Message = dict[str, Any]
+
+
+def check_unicode(text: str, param: str | None = None) -> None:
+    """Raise RequestError for half a surrogate pair, which no tokenizer can encode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text holds a lone surrogate at character {error.start}; send valid Unicode", param=param
+        ) from error
 
 
 def check_messages(messages: object) -> list[Message]:

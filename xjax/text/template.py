@@ -22,6 +22,7 @@ from xjax.text.sandbox import TemplateLimit, TemplateRefusal, make_environment, 
 _GGUF_TEMPLATE = "tokenizer.chat_template"
 _GGUF_TOKENS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _HF_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MAX_SOURCE = 1 << 20  # characters; the longest in use have some 20,000
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt"))
 # What a template's own code can raise: jinja2's errors and those of the operations it runs.
 _TEMPLATE_ERRORS = (
@@ -110,6 +111,8 @@ def _failure(what: str, error: Exception) -> RequestError:
 
 
 def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.Template:
+    if len(source) > _MAX_SOURCE:
+        raise LoadError(f"the chat template {name!r} is longer than {_MAX_SOURCE} characters")
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
@@ -186,7 +189,11 @@ def _named(value: object, where: str) -> dict[str, str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        with path.open("rb") as file:
+            data = file.read(4 * _MAX_SOURCE + 1)
+        if len(data) > 4 * _MAX_SOURCE:
+            raise LoadError(f"{path}: larger than {4 * _MAX_SOURCE >> 20} MB, too large for a chat template")
+        return data.decode("utf-8")
     except OSError as error:
         raise LoadError(f"{path}: the chat template cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -18,10 +18,10 @@ import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from xjax.checkpoints.checkpoint import Checkpoint
-from xjax.errors import RequestError
 from xjax.text.decoding import TextBytes, read_decoding
 from xjax.text.folder import load_folder
 from xjax.text.marks import Marks
+from xjax.text.messages import check_unicode
 from xjax.text.vocabulary.gguf import Specials, build_vocabulary
 
 _SPACES = (" ", "▁")
@@ -35,16 +35,6 @@ def load_tokenizer(checkpoint: Checkpoint, *, cache_dir: Path | None = None) -> 
     if checkpoint.kind == "gguf":
         return Tokenizer(*build_vocabulary(checkpoint.config, cache_dir))
     return Tokenizer(*load_folder(checkpoint.path, cache_dir))
-
-
-def check_unicode(text: str, param: str | None = None) -> None:
-    """Raise RequestError for half a surrogate pair, which no tokenizer can encode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the text holds a lone surrogate at character {error.start}; send valid Unicode", param=param
-        ) from error
 
 
 class Tokenizer:
