@@ -23,7 +23,7 @@ from xjax_server.bench.worker import Worker
 OURS, STEP = "xjax", "xjax step alone"
 PEERS: Mapping[str, Callable[[], str | None]] = {
     "transformers": torch_peer.missing,
-    "llama.cpp": lambda: "not installed",  # its adapter comes with the quantized kernels
+    "llama.cpp": lambda: "no adapter yet: it comes with the quantized kernels",
 }
 DECODE_PROMPT = 64
 CHECK_TOKENS = 8
