@@ -86,6 +86,8 @@ def commands_page() -> str:
     program: Any = get_command(app)
     shared = {flag(item.name) for item in fields(EngineOptions)} | {flag(name) for name in SAMPLING_FLAGS}
     text = "# Commands\n\n" + NOTE
+    rows = [[f"`{', '.join(item.opts)}`", item.help] for item in program.params]
+    text += _table(["before the command", "meaning"], rows) + "\n"
     for name, command in program.commands.items():
         rows, has_shared = [], False
         for item in command.params:

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from xjax_server.cli import main
+from xjax_server.cli.app import app
 from xjax_server.cli.console import ProgressBar, set_up_logging, stats_line
 
 PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
@@ -102,3 +105,27 @@ def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded():
     result = subprocess.run([*PROGRAM, "generate", b"a\xff"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr == "xjax: error: the prompt is not UTF-8 text\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["bogus"], "No such command 'bogus' (see `xjax --help`)"),
+        (["pull", "--bogus"], "No such option: --bogus (see `xjax pull --help`)"),
+        (
+            ["generate", "--output", "x", "hi"],
+            "--output needs --input; a single answer goes to standard output (see `xjax generate --help`)",
+        ),
+    ],
+)
+def test_a_wrong_command_line_says_where_the_right_one_is_found(capsys, arguments, line):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"xjax: error: {line}\n"
+
+
+def test_help_shows_no_value_for_a_switch():
+    program = get_command(app)
+    params = [param for command in (program, *program.commands.values()) for param in command.params]
+    switches = {param.opts[0]: param.metavar for param in params if getattr(param, "is_flag", False)}
+    assert {"--debug", "--raw", "--json", "--verbose", "--ignore-eos"} <= switches.keys()
+    assert set(switches.values()) == {""}

@@ -36,8 +36,10 @@ app.command("models")(models.models)
 @app.callback(invoke_without_command=True)
 def _program(  # pyright: ignore[reportUnusedFunction]
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Print the version and leave.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the trace of an error.")] = False,
 ) -> None:
     if version:
         write(f"xjax {xjax.__version__}\n")
@@ -72,6 +74,13 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     return front + arguments[end:], len(front) < end
 
 
+def _usage_line(error: typer.TyperException) -> str:
+    """What is wrong with the arguments, and where the right ones are listed."""
+    context: typer.Context | None = getattr(error, "ctx", None)
+    text = error.format_message().removeprefix("Invalid value: ").removesuffix(".")
+    return f"{text} (see `{context.command_path} --help`)" if context is not None else text
+
+
 def _run(arguments: list[str], debug: bool) -> int:
     try:
         code = get_command(app).main(arguments, prog_name="xjax", standalone_mode=False)
@@ -83,7 +92,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         drop(sys.stdout)
         return PIPE_CLOSED
     except typer.TyperException as error:
-        print_error(error.format_message())
+        print_error(_usage_line(error))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130

@@ -303,7 +303,7 @@ def _ask(llm: "xjax.LLM", jobs: list[Job], results: ResultWriter, progress: Prog
     pool.shutdown(wait=False)
     while (item := done.get()) is not None:
         results.put(jobs[item[0]], result_object(item[1]))
-        progress("requests", results.next_index, total)
+        progress("answering requests", results.next_index, total)
     future.result()  # raises what the call raised
 
 

@@ -177,9 +177,11 @@ def generate(
         Path | None, typer.Option("--output", help="JSONL file for the results; a started one is continued")
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="send the prompt as it is, without a chat template")
+        bool, typer.Option("--raw", metavar="", help="send the prompt as it is, without a chat template")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="print one JSON object instead of text")
+    ] = False,
     system: Annotated[str | None, typer.Option("--system", help="system message before the prompt")] = None,
     *,
     flags: Flags,

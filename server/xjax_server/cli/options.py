@@ -108,6 +108,8 @@ def flag(name: str) -> str:
 
 
 def _parameter(name: str, kind: Any, flags: tuple[str, ...], **settings: Any) -> inspect.Parameter:
+    if kind is bool:
+        settings["metavar"] = ""  # help would show a value, and a switch takes none
     annotation = Annotated[kind | None, typer.Option(*flags, **settings)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
