@@ -400,3 +400,51 @@ def test_a_prompt_in_a_form_of_others_is_refused_in_its_place(llm):
     for prompts in ({"prompt_token_ids": [1]}, [{"prompt_token_ids": [1]}]):
         (result,) = llm.generate(prompts, GREEDY)
         assert isinstance(result.error, RequestError) and "list of token ids" in str(result.error)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, object()])
+def test_what_is_no_prompt_at_all_is_refused(llm, prompts):
+    for call in (llm.generate, llm.chat, llm.stream):
+        with pytest.raises(RequestError, match="expected a prompt or a list of prompts, not"):
+            call(prompts, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"abc", bytearray(b"abc"), {"prompt": "a"}, {0: 5}, [b"a"], [None], [[1.0]]]
+)
+def test_what_has_items_but_is_no_prompt_is_an_error_in_its_place(llm, prompt):
+    results = llm.generate(prompt, GREEDY)
+    assert ["text or a list of token ids" in str(result.error) for result in results] == [True]
+    with pytest.raises(RequestError, match="text or a list of token ids"):
+        llm.stream(prompt, GREEDY)
+
+
+def test_a_chat_of_a_wrong_kind_is_one_error(llm):
+    for messages in ("hello", {"role": "user", "content": "hello"}):
+        results = llm.chat(messages, GREEDY)
+        assert [type(result.error) for result in results] == [RequestError]
+
+
+def test_prompts_may_come_from_a_generator(llm):
+    short = GREEDY.replace(max_tokens=3)
+    listed = llm.generate(["ab", "cd"], short)
+    drawn = llm.generate((text for text in ("ab", "cd")), (short for _ in range(2)))
+    assert [item.outputs[0].token_ids for item in drawn] == [item.outputs[0].token_ids for item in listed]
+    turn = {"role": "user", "content": "ab"}
+    drawn = llm.chat(iter([turn]), short)
+    assert drawn[0].outputs[0].token_ids == llm.chat([turn], short)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("params", ["x", 5, {"n": 1}, [None], ["x"], [GREEDY, None]])
+def test_parameters_of_a_wrong_kind_are_refused(llm, params):
+    with pytest.raises(RequestError, match="expected SamplingParams or a list of them") as caught:
+        llm.generate("a", params)
+    assert caught.value.param == "params"
+    with pytest.raises(RequestError, match="expected SamplingParams"):
+        llm.stream("a", params)
+
+
+def test_on_result_cannot_wait_for_its_own_thread(llm, caplog):
+    with pytest.raises(RequestError, match="on_result must not wait"):
+        llm.generate("a", GREEDY, on_result=lambda i, result: llm.generate("b", GREEDY))
+    assert llm.generate("a", GREEDY)[0].error is None

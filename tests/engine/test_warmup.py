@@ -91,7 +91,7 @@ def test_a_process_that_forgets_to_close_ends(tmp_path):
     assert run_process("null", tmp_path / "programs", end=end)[1] == (2, 0)
 
 
-@pytest.mark.parametrize("harm", ["truncated", "flipped", "empty", "no executable"])
+@pytest.mark.parametrize("harm", ["truncated", "flipped", "empty", "no executable", "another program"])
 def test_a_bad_file_is_a_miss_and_goes_away(harm, filled, tmp_path):
     folder = copied(filled, tmp_path / "copy")
     path = next(iter(folder.iterdir()))
@@ -102,8 +102,10 @@ def test_a_bad_file_is_a_miss_and_goes_away(harm, filled, tmp_path):
         data[len(data) // 2] ^= 1
     elif harm == "empty":
         data = bytearray()
+    elif harm == "another program":
+        data = bytearray(next(other for other in folder.iterdir() if other != path).read_bytes())
     else:
-        data = bytearray(warmup.hashlib.sha256(b"junk").digest() + b"junk")
+        data = bytearray(warmup._digest(path.name, b"junk") + b"junk")
     path.write_bytes(data)
     assert ProgramCache(folder).load(path.name, None, None, jax.devices()[:1]) is None
     assert not path.exists()

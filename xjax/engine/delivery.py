@@ -39,6 +39,11 @@ class Delivery:
         self._thread = threading.Thread(target=self._run, name="xjax-output", daemon=True)
         self._thread.start()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is the output thread, which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._receivers
 
@@ -72,7 +77,7 @@ class Delivery:
     def close(self) -> None:
         """Let the thread end after what is queued; waits for it unless this is it."""
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._thread.join()
 
     def _run(self) -> None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)  # they have items, but no prompts
 _MIX = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get distant seeds
 
 
@@ -120,8 +121,8 @@ class LLM:
         on_result   called as results are complete, with their index; on another thread
         returns     one result a prompt, in order; a prompt that failed has `error` set
         """
-        many = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
-        return self._run_all([(prompt, partial(self._encode, prompt)) for prompt in many], params, on_result)  # type: ignore[arg-type]
+        jobs = [(prompt, partial(self._encode, prompt)) for prompt in _many(prompts, SupportsIndex)]
+        return self._run_all(jobs, params, on_result)
 
     def chat(
         self,
@@ -133,10 +134,9 @@ class LLM:
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"}; see `generate`."""
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        many: list[Messages] = [messages] if is_one else list(messages)  # type: ignore[list-item,arg-type]
         encode = partial(self._encode_chat, tools=tools, **template_kwargs)
-        return self._run_all([(None, partial(encode, item)) for item in many], params, on_result)
+        jobs = [(None, partial(encode, item)) for item in _many(messages, Mapping)]
+        return self._run_all(jobs, params, on_result)
 
     def _run_all(
         self,
@@ -144,15 +144,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         on_result: Callable[[int, RequestOutput], None] | None,
     ) -> list[RequestOutput]:
-        if isinstance(params, SamplingParams) or params is None:
-            params = [params or self.default_params()] * len(jobs)
-        if len(params) != len(jobs):
-            raise RequestError(f"{len(jobs)} prompts but {len(params)} sampling params", param="params")
+        each = self._params_of(params, len(jobs))
+        if self.engine.is_output_thread:
+            raise RequestError("on_result must not wait for the engine: its own thread would do the work")
         batch, ready = Batch(len(jobs), on_result), []
         for i, (prompt, encode) in enumerate(jobs):
             text, request_id = prompt if isinstance(prompt, str) else None, self._next_id()
             try:
-                ready.append((i, self._request(request_id, encode(), params[i]), text))
+                ready.append((i, self._request(request_id, encode(), each[i]), text))
             except XjaxError as error:
                 batch.settle(i, failed(request_id, text, error))
         try:
@@ -194,11 +193,12 @@ class LLM:
         prompt   text, token ids or a list of messages
         Raises RequestError at once for a prompt that cannot be served.
         """
-        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
-            ids = self._encode_chat(prompt, tools=tools, **template_kwargs)  # type: ignore[arg-type]
+        given = prompt if isinstance(prompt, _NO_LISTS) else _listed(prompt)
+        if isinstance(given, list) and given and isinstance(given[0], Mapping):
+            ids = self._encode_chat(given, tools=tools, **template_kwargs)
         else:
-            ids = self._encode(prompt)  # type: ignore[arg-type]
-        request = self._request(self._next_id(), ids, params or self.default_params())
+            ids = self._encode(given)
+        request = self._request(self._next_id(), ids, self._params_of(params, 1)[0])
         self.engine.prepare([request])
         return Stream(request, self._tokenizer, self.engine)
 
@@ -240,13 +240,30 @@ class LLM:
     def _next_id(self) -> str:
         return f"llm-{next(self._serial)}"
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _params_of(self, params: Any, count: int) -> list[SamplingParams]:
+        """One set of parameters a prompt, from one for all or a list of them."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_params()] * count
+        each = list(params) if isinstance(params, Iterable) else [params]
+        wrong = next((item for item in each if not isinstance(item, SamplingParams)), None)
+        if wrong is not None or None in each:
+            kind = type(wrong).__name__
+            raise RequestError(
+                f"params: expected SamplingParams or a list of them, not {kind}", param="params"
+            )
+        if len(each) != count:
+            raise RequestError(f"{count} prompts but {len(each)} sampling params", param="params")
+        return each
+
+    def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.front.encode_prompt(prompt)
         try:
-            return [operator.index(item) for item in prompt]
-        except TypeError as error:
-            raise RequestError("a prompt is text or a list of token ids", param="prompt") from error
+            if not isinstance(prompt, _NO_LISTS):
+                return [operator.index(item) for item in prompt]
+        except TypeError:
+            pass
+        raise RequestError("a prompt is text or a list of token ids", param="prompt")
 
     def _encode_chat(self, messages: Messages, **kwargs: Any) -> list[int]:
         return self.front.encode_chat(messages, **kwargs)
@@ -266,8 +283,19 @@ class LLM:
         )
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], SupportsIndex))
+def _listed(value: Any) -> list[Any]:
+    """The items of a list, an array or a generator. Raises RequestError for what has none."""
+    try:
+        return [value] if isinstance(value, _NO_LISTS) else list(value)
+    except TypeError as error:
+        kind = type(value).__name__
+        raise RequestError(f"expected a prompt or a list of prompts, not {kind}", param="prompt") from error
+
+
+def _many(prompts: Any, part: type) -> list[Any]:
+    """Prompts as a list, when they may also be a single one: a text, or a list of `part`."""
+    items = _listed(prompts)
+    return [items] if items and isinstance(items[0], part) and not isinstance(prompts, _NO_LISTS) else items
 
 
 def _folding(builder: ResultBuilder, settle: Callable[[RequestOutput], None]) -> Callable[[Delta], None]:

@@ -26,7 +26,7 @@ from xjax.engine.delivery import Delivery
 from xjax.engine.metrics import EngineMetrics
 from xjax.engine.pack import first_shapes, pack, shape_of, unpack_result
 from xjax.engine.warmup import Program, ProgramTable
-from xjax.errors import CapacityError, EngineError, RequestError, XjaxError
+from xjax.errors import CapacityError, EngineError, LoadError, RequestError, XjaxError
 from xjax.request import Request, TokenEvent
 from xjax.scheduler import Plan, Scheduler
 from xjax.state.batch import BatchShape
@@ -101,6 +101,11 @@ class Engine:
         lengths = [len(request.prompt_ids) for request in requests]
         samples = sum(request.sampling.n for request in requests)
         self.table.prepare(first_shapes(self.config, lengths, samples, full=full))
+
+    @property
+    def is_output_thread(self) -> bool:
+        """Whether the caller runs inside a sink; waiting for events there would never end."""
+        return self._delivery.is_current
 
     @property
     def longest(self) -> int:
@@ -228,6 +233,8 @@ class Engine:
             arguments = (vector, self._all_allowed(shape)) if shape.full else (vector,)
             self._state, output = program.call(self._params, self._state, *arguments)
             output.copy_to_host_async()
+        except LoadError:
+            raise  # a program that fails the audit: nothing can be served
         except Exception as error:  # noqa: BLE001  whatever a step raises ends that step alone
             self._collect_down_to(0)
             self._step_failed(plan, error)

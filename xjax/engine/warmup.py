@@ -84,7 +84,7 @@ class ProgramCache:
         except OSError:
             return None
         digest, payload = data[:32], data[32:]
-        if hashlib.sha256(payload).digest() == digest:
+        if _digest(key, payload) == digest:
             try:
                 program = serialize_executable.deserialize_and_load(
                     payload, in_tree, out_tree, execution_devices=devices
@@ -108,7 +108,7 @@ class ProgramCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with open(temporary, "wb", opener=partial(os.open, mode=0o600)) as file:
-                file.write(hashlib.sha256(payload).digest())
+                file.write(_digest(key, payload))
                 file.write(payload)
             temporary.replace(self.folder / key)
             self._sweep()
@@ -122,6 +122,11 @@ class ProgramCache:
             seconds = _STALE_SECONDS if path.suffix == ".tmp" else _UNUSED_SECONDS
             if path.stat().st_mtime < time.time() - seconds:
                 path.unlink(missing_ok=True)
+
+
+def _digest(key: str, payload: bytes) -> bytes:
+    """Over the key too: a program under another's name would run, and be wrong."""
+    return hashlib.sha256(key.encode() + b"\0" + payload).digest()
 
 
 def _is_good(future: Future[Program]) -> bool:
@@ -253,8 +258,9 @@ class ProgramTable:
             self._misses[shape] += 1
             is_wanted = best is None or self._misses[shape] == _MISSES_TO_COMPILE
         if best is None and future is not None and future.done():
-            with self._guard:
-                del self._futures[shape]  # the next request may be luckier
+            if not isinstance(future.exception(), LoadError):
+                with self._guard:
+                    del self._futures[shape]  # the next request may be luckier
             future.result()
         if is_wanted:
             self.prepare([shape], first=best is None)
