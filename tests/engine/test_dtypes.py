@@ -20,7 +20,9 @@ def cast(model: Model, dtype: str) -> Model:
     return Model(model.family, model.config, params, kind)
 
 
-@pytest.mark.parametrize(("dtype", "pages"), [("bfloat16", "auto"), ("float16", "auto"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "pages"), [("bfloat16", "auto"), ("float16", "auto"), ("float32", "bfloat16")]
+)
 def test_rounded_numbers_stay_close_to_float32(dtype, pages):
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
 

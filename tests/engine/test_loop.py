@@ -15,7 +15,7 @@ from xjax.engine.audit import pointers
 from xjax.engine.build import start_engine
 from xjax.engine.metrics import CompileCounter
 from xjax.engine.pack import shapes_of
-from xjax.errors import CapacityError, EngineError, RequestError
+from xjax.errors import CapacityError, EngineError, LoadError, RequestError
 from xjax.request import FinishReason, Request, SamplingParams
 
 pytestmark = pytest.mark.device
@@ -346,4 +346,19 @@ def test_a_program_that_cannot_be_made_fails_its_requests(monkeypatch):
     for _ in range(2):
         sample = client.run(prompt(5), GREEDY)
         assert sample.reason is FinishReason.ERROR and "division" in sample.error
+    engine.close()
+
+
+def test_a_program_that_fails_the_audit_stops_the_engine(monkeypatch, caplog):
+    def refuse(*_):
+        raise LoadError("step decode-1: state leaf .kv[0].k is copied instead of updated in place")
+
+    kit = make_kit(tiny_llama())
+    monkeypatch.setattr(warmup.ProgramTable, "_compile", refuse)
+    engine = kit.engine()
+    client = Client(engine)
+    sample = client.run(prompt(5), GREEDY)
+    assert sample.reason is FinishReason.ERROR and "state leaf" in sample.error
+    with pytest.raises(EngineError, match="state leaf"):
+        client.run(prompt(5), GREEDY)
     engine.close()
