@@ -8,7 +8,7 @@ import pytest
 from xjax.checkpoints import hub
 from xjax.checkpoints.fetch import repository
 from xjax.checkpoints.fetch.pinned import PinnedFile
-from xjax.checkpoints.hub import DEFAULT_MODEL, list_models, pull, resolve
+from xjax.checkpoints.hub import DEFAULT_MODEL, list_models, pinned_sampling, pull, resolve
 from xjax.errors import LoadError
 
 
@@ -93,3 +93,13 @@ def test_the_default_model_is_listed_when_it_is_whole(
     path.write_bytes(b"GGUF")
     (entry,) = list_models(tmp_path)
     assert (entry.name, entry.path, entry.size, entry.kind) == ("tiny", path, 4, "gguf")
+
+
+def test_the_default_model_brings_its_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "DEFAULT_MODEL", PinnedFile("tiny", "tiny.gguf", 4, "", sampling=(("top_p", 0.5),)))
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    assert pinned_sampling(path) == {"top_p": 0.5}
+    path.write_bytes(b"GGUFother")
+    assert pinned_sampling(path) == {}
+    assert dict(DEFAULT_MODEL.sampling) == {"temperature": 0.2, "top_p": 0.9}

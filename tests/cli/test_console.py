@@ -42,8 +42,14 @@ def test_each_stage_is_one_line_elsewhere(capsys):
     with ProgressBar() as progress:
         for done in range(3):
             progress("load", done, 3)
-        progress("compile", 1, 0)
-    assert capsys.readouterr().err == "xjax: loading weights\nxjax: compiling\n"
+        progress("compile", 0, 1)
+        progress.pause()
+        progress("answering", 1, 0)  # an answer is being written
+        progress.resume()
+        progress("load", 3, 3)  # said already
+        progress("last", 1, 0)
+    expected = ["loading weights", "compiling for this machine", "last"]
+    assert capsys.readouterr().err == "".join(f"xjax: {stage}\n" for stage in expected)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from xjax.checkpoints.fetch.names import HubName, check_revision, parse_hub_name
 from xjax.checkpoints.fetch.pinned import DEFAULT_MODEL, PinnedFile, fetch_pinned, is_present, workplace
 from xjax.errors import LoadError
 
-__all__ = ["DEFAULT_MODEL", "ModelEntry", "PinnedFile", "ProgressSink", "list_models", "pull", "resolve"]
+__all__ = ["DEFAULT_MODEL", "ModelEntry", "PinnedFile", "ProgressSink", "list_models", "pinned_sampling", "pull", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,12 @@ def _local_path_unless_default(name: str) -> Path | None:
     if name == DEFAULT_MODEL.name and not Path(name).exists():
         return None
     return _local_path(name)
+
+
+def pinned_sampling(path: Path) -> dict[str, float]:
+    """Sampling settings that come with a pinned file; empty for any other."""
+    is_pinned = path.name == DEFAULT_MODEL.file and path.stat().st_size == DEFAULT_MODEL.size
+    return dict(DEFAULT_MODEL.sampling) if is_pinned else {}
 
 
 def list_models(cache_dir: Path) -> list[ModelEntry]:

@@ -20,7 +20,7 @@ from typing import Any, SupportsIndex
 import jax
 
 from xjax.checkpoints.checkpoint import open_checkpoint
-from xjax.checkpoints.hub import resolve
+from xjax.checkpoints.hub import pinned_sampling, resolve
 from xjax.checkpoints.metadata import eos_ids, generation_defaults
 from xjax.config import EngineOptions, cache_home
 from xjax.engine.build import (
@@ -91,9 +91,9 @@ class LLM:
             None if self._tokenizer is None else Front(self._tokenizer, template, eos_ids=self._eos_ids)
         )
         self.has_chat_template = template is not None
-        self.generation_defaults = (
-            dict(generation_defaults(checkpoint)) if self.options.generation_config == "auto" else {}
-        )
+        self.generation_defaults: dict[str, float] = {}
+        if self.options.generation_config == "auto":
+            self.generation_defaults = dict(generation_defaults(checkpoint)) or pinned_sampling(path)
         self.model = load_model(checkpoint, dtype=self.options.dtype, device=device, progress=progress)
         self.plan = plan_engine(self.model, self.options, device=device)
         _log_start(self.plan, self.generation_defaults)

@@ -191,6 +191,7 @@ class ProgramTable:
         self._params, self._state = (jax.tree.map(_abstract, tree) for tree in (params, state))
         self._cache = cache
         self._progress = progress
+        self._num_started = self._num_ended = 0
         self._max_temporary = max_temporary
         self._lowering = threading.Lock()
         self._guard = threading.Lock()
@@ -238,10 +239,8 @@ class ProgramTable:
     def wait(self, shapes: Sequence[BatchShape]) -> None:
         """Make shapes ready and wait for them. Raises LoadError or EngineError when one cannot be."""
         self.prepare(shapes)
-        for done, shape in enumerate(shapes):
+        for shape in shapes:
             self._result(shape)
-            if self._progress is not None:
-                self._progress("compile", done + 1, len(shapes))
 
     def find(self, shape: BatchShape) -> Program | None:
         """The program of a shape or of the next larger ready one; None while there is none.
@@ -332,10 +331,23 @@ class ProgramTable:
             call = self._cache.load(key, in_tree, out_tree, _devices(self._state))
             if call is not None:
                 return Program(shape, call, time.perf_counter() - began, True)
-        compiled, is_whole = self._compile(shape, arguments)
+        self._report(started=1)
+        try:
+            compiled, is_whole = self._compile(shape, arguments)
+        finally:
+            self._report(ended=1)
         if self._cache is not None and is_whole:
             self._cache.save(key, compiled)
         return Program(shape, compiled, time.perf_counter() - began, False)
+
+    def _report(self, *, started: int = 0, ended: int = 0) -> None:
+        """Tell of programs that are really compiled; loading a saved one is quick."""
+        with self._guard:
+            self._num_started += started
+            self._num_ended += ended
+            done, total = self._num_ended, self._num_started
+        if self._progress is not None:
+            self._progress("compile", done, total)
 
     def _compile(self, shape: BatchShape, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, bool]:
         """Trace, lower, compile and audit; the second says whether the result can be saved."""

@@ -41,8 +41,11 @@ def _uninterrupted() -> Generator[None]:
 class Conversation:
     """The messages so far and how to continue them."""
 
-    def __init__(self, llm: "xjax.LLM", params: "xjax.SamplingParams", system: str | None) -> None:
+    def __init__(
+        self, llm: "xjax.LLM", params: "xjax.SamplingParams", system: str | None, progress: ProgressBar
+    ) -> None:
         self._llm = llm
+        self._progress = progress
         self._params = params
         self.system = system
         self.messages: list[Message] = []
@@ -58,8 +61,10 @@ class Conversation:
         tally, pieces, is_stopped = Tally(), list[str](), False
         failure: EngineError | None = None
         chunks = self._llm.stream(front + turn, self._params)
+        self._progress.resume()  # the first answer may wait for a program to be compiled
         try:
             for piece in stream_answer(chunks, tally):
+                self._progress.pause()
                 pieces.append(piece)
                 write(piece)
         except KeyboardInterrupt:
@@ -68,6 +73,7 @@ class Conversation:
             failure = error
         finally:
             with _uninterrupted():
+                self._progress.pause()
                 chunks.close()
                 if pieces:
                     write("\n")
@@ -137,13 +143,12 @@ def chat(
         if name in flags.sampling:
             raise typer.BadParameter(f"--{name} cannot be used in a chat")
     flags.params({})
-    with ProgressBar() as progress:
-        llm = flags.open_engine(progress, num_prompts=1)
-    with llm:
+    with ProgressBar() as progress, flags.open_engine(progress, num_prompts=1) as llm:
+        progress.pause()
         if not llm.has_chat_template:
             raise RequestError(
                 "this model has no chat template: use `xjax generate --raw`, "
                 "or name a template with --chat-template FILE"
             )
         note("xjax: /help lists the commands")
-        _converse(Conversation(llm, flags.params(llm.generation_defaults), system))
+        _converse(Conversation(llm, flags.params(llm.generation_defaults), system, progress))

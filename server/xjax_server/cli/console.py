@@ -6,6 +6,7 @@ Progress is a bar on a terminal and one line a stage elsewhere. Knows no command
 import logging
 import os
 import sys
+import threading
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 PIPE_CLOSED = 141  # as a shell reports a program that SIGPIPE ended
-_STAGES = {"load": "loading weights", "compile": "compiling"}
+_STAGES = {"load": "loading weights", "compile": "compiling for this machine"}
 _BYTES_FROM = 10**6  # totals from here on are bytes, smaller ones are counts
 
 
@@ -117,10 +118,14 @@ def _amount(done: int, total: int | None) -> str:
 class ProgressBar:
     """Receives `(label, done, total)` from any thread; a new label starts a new bar.
 
-    Shows nothing until the first call, and leaves nothing behind on a terminal.
+    Shows nothing until the first call, and leaves nothing behind on a terminal. `pause` gives the
+    terminal to an answer: calls show nothing until `resume`.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_paused = False
+        self._said: set[str] = set()
         self._console = Console(stderr=True)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -132,17 +137,32 @@ class ProgressBar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self.pause()
+
+    def pause(self) -> None:
+        """Take the bar away and show nothing."""
+        with self._lock:
+            self._is_paused = True
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = self._task = None
+
+    def resume(self) -> None:
+        """Show what is told from now on."""
+        with self._lock:
+            self._is_paused = False
 
     def __call__(self, label: str, done: int, total: int | None) -> None:
         """Show that `done` of `total` (None or 0: unknown) of the stage `label` is behind us."""
-        total, label = total or None, _STAGES.get(label, label)
+        with self._lock:
+            if not self._is_paused:
+                self._show(_STAGES.get(label, label), done, total or None)
+
+    def _show(self, label: str, done: int, total: int | None) -> None:
         if not self._console.is_terminal:
-            if label != self._label:
+            if label not in self._said:
                 note(f"xjax: {label}")
-            self._label = label
+            self._said.add(label)
             return
         if self._progress is None:
             columns = (

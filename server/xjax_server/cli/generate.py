@@ -139,27 +139,39 @@ def _note_stats(result: "xjax.RequestOutput") -> None:
     note(line)
 
 
-def _stream_one(llm: "xjax.LLM", prompt: "str | list[Message]", params: "xjax.SamplingParams") -> None:
+def _stream_one(
+    llm: "xjax.LLM", prompt: "str | list[Message]", params: "xjax.SamplingParams", progress: ProgressBar
+) -> None:
     tally, ends_line = Tally(), True
     try:
         for text in stream_answer(llm.stream(prompt, params), tally):
+            progress.pause()
             ends_line = text.endswith("\n")
             write(text)
     finally:
+        progress.pause()
         if not ends_line:
             write("\n")
     note(tally.line())
 
 
 def _answer_one(
-    llm: "xjax.LLM", prompt: str, flags: Flags, *, system: str | None, raw: bool, as_json: bool
+    llm: "xjax.LLM",
+    prompt: str,
+    flags: Flags,
+    progress: ProgressBar,
+    *,
+    system: str | None,
+    raw: bool,
+    as_json: bool,
 ) -> None:
     is_raw = _sends_raw(llm, raw, system)
     params = flags.params(llm.generation_defaults)
     if not as_json and params.n == 1:
-        _stream_one(llm, prompt if is_raw else _messages(prompt, system), params)
+        _stream_one(llm, prompt if is_raw else _messages(prompt, system), params, progress)
         return
     results = llm.generate(prompt, params) if is_raw else llm.chat(_messages(prompt, system), params)
+    progress.pause()
     if results[0].error is not None:
         raise results[0].error
     if as_json:
@@ -194,10 +206,8 @@ def generate(
     flags.params({})
     if source is None:
         text = read_prompt(prompt, keep_newline=raw)
-        with ProgressBar() as progress:
-            llm = flags.open_engine(progress, num_prompts=1)
-        with llm:
-            _answer_one(llm, text, flags, system=system, raw=raw, as_json=as_json)
+        with ProgressBar() as progress, flags.open_engine(progress, num_prompts=1) as llm:
+            _answer_one(llm, text, flags, progress, system=system, raw=raw, as_json=as_json)
         return
     work = batch.Work(source, output)
     with ProgressBar() as progress:

