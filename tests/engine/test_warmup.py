@@ -334,16 +334,22 @@ def test_a_closed_table_cancels_what_waits(table):
         table.wait([shape(4)])
 
 
-def test_stages_of_progress(llama_kit):
+def test_compiling_is_told_and_loading_is_not(llama_kit, tmp_path, monkeypatch):
+    monkeypatch.setattr(ProgramTable, "_compile", lambda *_: (lambda: None, False))
     seen = []
     table = ProgramTable(
         llama_kit.table._spec, llama_kit.model.params, llama_kit.table._state,
-        progress=lambda *stage: seen.append(stage),
+        cache=ProgramCache(tmp_path), progress=lambda *stage: seen.append(stage),
     )  # fmt: skip
-    for each in shapes_of(llama_kit.plan.scheduler):
-        table._futures[each] = llama_kit.table._futures[each]
-    table.wait(shapes_of(llama_kit.plan.scheduler))
-    assert seen == [("compile", i + 1, 6) for i in range(6)]
+    first, second, third = shapes_of(llama_kit.plan.scheduler)[:3]
+    table.wait([first])
+    assert seen == [("compile", 0, 1), ("compile", 1, 1)]
+    monkeypatch.setattr(ProgramCache, "load", lambda *_: lambda: None)
+    table.wait([second])
+    assert len(seen) == 2
+    monkeypatch.setattr(ProgramCache, "load", lambda *_: None)
+    table.wait([third])
+    assert seen[2:] == [("compile", 1, 2), ("compile", 2, 2)]
 
 
 def test_make_kit_is_cheap_until_asked():
