@@ -81,7 +81,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 def _name(value: Any) -> str | int | None:
     """The line's own name, which its result repeats."""
     if isinstance(value, bool) or not isinstance(value, str | int | None):
-        raise RequestError("must be a text or a whole number", param="id")
+        raise RequestError("id: must be a text or a whole number", param="id")
     return value
 
 
@@ -107,7 +107,7 @@ def _wrap(
         raise RequestError('expected either "prompt" or "messages"', param="prompt")
     if messages is not None:
         if not isinstance(messages, list):
-            raise RequestError("must be a list of messages", param="messages")
+            raise RequestError("messages: must be a list of messages", param="messages")
         return cast("list[Message]", messages), True
     is_ids = isinstance(prompt, list) and all(type(item) is int for item in cast("list[Any]", prompt))
     if not isinstance(prompt, str) and not is_ids:
