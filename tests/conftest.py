@@ -5,6 +5,7 @@ of the host tower never load it and programs that a test starts run under the sa
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,10 @@ from xjax.config import cache_home
 ROOT = Path(__file__).resolve().parent.parent
 NUM_DEVICES = 4
 FETCH_SECONDS = 240
+
+# A shell starts background jobs with interrupts ignored, and programs inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 assert "jax" not in sys.modules, "conftest.py must run before jax is imported"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

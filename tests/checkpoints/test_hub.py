@@ -96,7 +96,8 @@ def test_the_default_model_is_listed_when_it_is_whole(
 
 
 def test_the_default_model_brings_its_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "DEFAULT_MODEL", PinnedFile("tiny", "tiny.gguf", 4, "", sampling=(("top_p", 0.5),)))
+    small = PinnedFile("tiny", "tiny.gguf", 4, "", sampling=(("top_p", 0.5),))
+    monkeypatch.setattr(hub, "DEFAULT_MODEL", small)
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"GGUF")
     assert pinned_sampling(path) == {"top_p": 0.5}

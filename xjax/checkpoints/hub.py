@@ -19,7 +19,16 @@ from xjax.checkpoints.fetch.names import HubName, check_revision, parse_hub_name
 from xjax.checkpoints.fetch.pinned import DEFAULT_MODEL, PinnedFile, fetch_pinned, is_present, workplace
 from xjax.errors import LoadError
 
-__all__ = ["DEFAULT_MODEL", "ModelEntry", "PinnedFile", "ProgressSink", "list_models", "pinned_sampling", "pull", "resolve"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "ModelEntry",
+    "PinnedFile",
+    "ProgressSink",
+    "list_models",
+    "pinned_sampling",
+    "pull",
+    "resolve",
+]
 
 
 @dataclass(frozen=True)
