@@ -321,6 +321,15 @@ def test_threads_end_with_the_work(table):
         pytest.fail("a compile thread stays")
 
 
+def test_the_process_waits_for_a_compilation_that_the_engine_began(table):
+    engine = threading.Thread(target=lambda: table.find(shape(1)), daemon=True)
+    engine.start()
+    engine.join()
+    compiling = [thread for thread in threading.enumerate() if thread.name == "xjax-compile"]
+    assert compiling and not any(thread.daemon for thread in compiling)
+    table.gate.set()
+
+
 def test_a_closed_table_cancels_what_waits(table):
     table.prepare([shape(1), shape(2)])
     time.sleep(0.05)

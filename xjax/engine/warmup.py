@@ -138,7 +138,9 @@ def _start_deep(target: Callable[[], None]) -> None:
     with _stack_guard:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            threading.Thread(target=target, name="xjax-compile").start()
+            # Not what the engine's thread would hand down: an interpreter that ends under a daemon
+            # thread inside the compiler aborts the process.
+            threading.Thread(target=target, name="xjax-compile", daemon=False).start()
         finally:
             threading.stack_size(before)
 
