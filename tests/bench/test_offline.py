@@ -12,6 +12,7 @@ from tests.sources import ROOT
 from xjax.errors import EngineError
 from xjax_server.bench import offline, report
 from xjax_server.bench.machine import Probe, Work
+from xjax_server.bench.samples import summarize
 from xjax_server.bench.worker import Worker
 
 PLAN = offline.Plan(rows=(1, 2), prefill=10, steps=3, threads=1, repeats=2, starts=0, peers=("fast", "gone"))
@@ -130,7 +131,8 @@ def _whole(model):
         "processor": "p", "cores": 2, "memory_gb": 8.0, "load": 0.1, "python": "3", "versions": {"jax": "0"},
     }  # fmt: skip
     rates = {"read_bytes_per_second": None, "gemm_flops": None}
-    return {"machine": machine, "flags": {"threads": 2}, "rates": rates, "models": [model], "host": None}
+    host = {"64": {"host_seconds": summarize([0.001, 0.002, 0.003]), "work_seconds": None}}
+    return {"machine": machine, "flags": {"threads": 2}, "rates": rates, "models": [model], "host": host}
 
 
 def _shown(model):
@@ -148,6 +150,7 @@ def test_report_names_everything(commands):
         "fast",
         "gone: skipped: not installed",
         "same greedy tokens",
+        "64 rows: 2.000 ms, - ms of work",
     ):
         assert part in text
     assert "0.50" in text

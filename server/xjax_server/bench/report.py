@@ -9,6 +9,7 @@ from rich.table import Table
 from xjax_server.bench.samples import divide, median, shown
 
 _NOTHING: Mapping[str, Any] = {}
+HOST_KINDS = ("host_seconds", "work_seconds")  # on the clock; processor time of the engine's thread
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -88,9 +89,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     host: Mapping[str, Any] | None = result["host"]
     if host is not None:
         console.print()
-        for rows, summary in host.items():
-            time = shown(_ms(median(summary)), 3)
-            console.print(f"host time of a step, null model, {rows} rows: {time} ms")
+        for rows, kinds in host.items():
+            clock, work = (shown(_ms(median(kinds[name])), 3) for name in HOST_KINDS)
+            console.print(f"host time of a step, null model, {rows} rows: {clock} ms, {work} ms of work")
 
 
 def numbers(result: Mapping[str, Any]) -> dict[str, float]:
@@ -105,8 +106,9 @@ def numbers(result: Mapping[str, Any]) -> dict[str, float]:
         for name, summary in start.items():
             found[f"{model['model']}: start: {name}"] = median(summary)
     host: Mapping[str, Any] = result["host"] or _NOTHING
-    for rows, summary in host.items():
-        found[f"null model: {rows} rows: host seconds"] = median(summary)
+    for rows, kinds in host.items():
+        for name in HOST_KINDS:
+            found[f"null model: {rows} rows: {name}"] = median(kinds[name])
     return {name: value for name, value in found.items() if value is not None}
 
 
