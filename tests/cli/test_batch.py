@@ -276,3 +276,23 @@ def test_two_runs_do_not_share_an_output(files, capsys):
     with pytest.raises(LoadError, match="has changed since|no file of results"):
         second.open_results()
     assert output.read_text() == "more"
+
+
+def test_a_full_disk_is_one_line(files):
+    source, output = files
+    write_lines(source, [{"prompt": "a"}])
+    command = ["generate", "--input", str(source), "--output", str(output)]
+    result = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *PROGRAM, *command],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == "xjax: error: cannot write the results: File too large"
+    assert output.read_bytes() == b""
+
+
+def test_an_output_that_is_no_file_is_refused(files, capsys):
+    source, _ = files
+    write_lines(source, [{"prompt": "a"}])
+    assert run(source, "/dev/full") == 2
+    assert "/dev/full is no regular file" in capsys.readouterr().err

@@ -182,6 +182,8 @@ class Work:
             raise LoadError(
                 f"{source} is no regular file; --input is read more than once, so save it to a file"
             )
+        if output is not None and output.exists() and not (output.is_file() or output.is_dir()):
+            raise LoadError(f"{output} is no regular file; without --output results go to standard output")
         if output is not None and output.exists() and source.exists() and output.samefile(source):
             raise LoadError("--output is the file of --input; choose another one")
         self.source, self.output = source, output
@@ -247,8 +249,13 @@ class ResultWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.close()
+        except OSError as failure:  # what could not be written is tried once more, and may be known already
+            if error is None:
+                raise LoadError(f"cannot write the results: {failure.strerror}") from failure
 
     def put(self, job: Job, found: dict[str, Any]) -> None:
         """Take the result of a job."""
