@@ -135,3 +135,15 @@ def test_help_shows_no_value_for_a_switch():
     switches = {param.opts[0]: param.metavar for param in params if getattr(param, "is_flag", False)}
     assert {"--debug", "--raw", "--json", "--verbose", "--ignore-eos"} <= switches.keys()
     assert set(switches.values()) == {""}
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_trace_of_a_logged_error_is_for_who_asks_for_details(verbose, capsys):
+    set_up_logging(verbose)
+    try:
+        raise ValueError("inside")
+    except ValueError:
+        logging.getLogger("xjax.engine").exception("step %d failed", 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "xjax: step 3 failed"
+    assert ("Traceback" in "".join(lines[1:])) == verbose

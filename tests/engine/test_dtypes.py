@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.engine.tiny import Client, make_engine, tiny_llama
-from xjax.engine.build import Model
+from tests.engine.tiny import Client, make_engine, make_kit, tiny_llama
+from xjax.engine.build import Model, widened_bytes
 from xjax.request import SamplingParams
 
 pytestmark = pytest.mark.device
@@ -41,3 +41,13 @@ def test_rounded_numbers_stay_close_to_float32(dtype, pages):
     worst = max(abs(exact[token] - rounded[token]) for token in shared)
     # Eight bits of mantissa over two layers; 0 would mean that nothing was rounded.
     assert 0 < worst < 0.3
+
+
+def test_the_compilers_copies_of_16_bit_weights_are_planned_for():
+    model = cast(tiny_llama(), "float16")
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params) if leaf.dtype == "float16")
+    assert size
+    assert widened_bytes(model, "cpu") == 2 * size
+    assert widened_bytes(model, "gpu") == 0 == widened_bytes(tiny_llama(), "cpu")
+    activations = make_kit(model, dtype="float16").plan.memory.activations
+    assert activations == make_kit(tiny_llama()).plan.memory.activations + 2 * size

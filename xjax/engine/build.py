@@ -138,7 +138,7 @@ def plan_engine(
         spec,
         available=available_bytes(device) + weights if available is None else available,
         weights=weights,
-        activations=activation_bytes(model, shapes),
+        activations=activation_bytes(model, shapes) + widened_bytes(model, device.platform),
         num_programs=len(shapes.decode_rows) + len(shapes.prefill),
         max_model_len=longest,
         max_num_seqs=options.max_num_seqs,
@@ -171,6 +171,12 @@ def activation_bytes(model: Model, shapes: StepShapes) -> int:
     return 2 * 4 * (tokens * width + sampled * config.vocab_size)
 
 
+def widened_bytes(model: Model, platform: str) -> int:
+    """Float32 copies of 16-bit weights: the CPU's compiler makes them inside a step, to multiply."""
+    leaves = jax.tree.leaves(model.params) if platform == "cpu" else []
+    return sum(4 * leaf.size for leaf in leaves if leaf.dtype.itemsize < 4)
+
+
 def make_table(
     model: Model,
     plan: EnginePlan,
@@ -190,7 +196,9 @@ def make_table(
         placed,
         cache=None if cache is None else ProgramCache(cache),
         progress=progress,
-        max_temporary=4 * plan.memory.activations + (256 << 20),
+        max_temporary=4 * activation_bytes(model, plan.scheduler.shapes)
+        + widened_bytes(model, next(iter(sharding.device_set)).platform)
+        + (256 << 20),
     )
 
 

@@ -89,6 +89,13 @@ def print_error(text: str) -> None:
     note("xjax: error: " + " ".join(text.split()))
 
 
+class _Line(logging.Formatter):
+    """A log line without the trace of its exception, which is for those who ask for details."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"xjax: {record.getMessage()}"
+
+
 class _StderrHandler(logging.StreamHandler[Any]):
     """Writes to whatever standard error is now, so that lines pass above a progress bar."""
 
@@ -101,10 +108,10 @@ def set_up_logging(verbose: bool) -> None:
     """Send our log lines to standard error: all of them, or warnings only."""
     logger = logging.getLogger("xjax")
     if not logger.handlers:
-        handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter("xjax: %(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_StderrHandler())
         logger.propagate = False
+    for handler in logger.handlers:
+        handler.setFormatter(logging.Formatter("xjax: %(message)s") if verbose else _Line())
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
 
 
