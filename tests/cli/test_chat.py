@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,10 +23,15 @@ class Terminal:
 
     def __init__(self, *arguments):
         self.text = ""
-        self.pid, self.descriptor = pty.fork()
-        if self.pid == 0:
-            os.environ["TERM"] = "dumb"
-            os.execv(PROGRAM[0], [*PROGRAM, *arguments])
+        self.descriptor, inner = pty.openpty()
+        # A fork of this process, which has JAX's threads, is warned of: the new one takes the terminal.
+        take = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", take, *PROGRAM, *arguments],
+            stdin=inner,
+            env={**os.environ, "TERM": "dumb"},
+        )
+        os.close(inner)
 
     def read_until(self, text):
         """Wait until `text` was written after what was waited for before."""
@@ -55,7 +61,7 @@ class Terminal:
         except OSError:
             pass
         os.close(self.descriptor)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._process.wait()
 
 
 @pytest.fixture
