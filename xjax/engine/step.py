@@ -72,8 +72,7 @@ def step(
     returns  the next state, and [output_fields(shape)] packed into one int32 vector
     """
     batch, sampled = unpack(packed, shape, embeds=embeds, backend=spec.backend)
-    own = state.last_token[batch.slot[batch.row_of]]
-    batch = replace(batch, token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))
+    batch = _with_own_tokens(batch, state)
     hidden, state = spec.family.forward(params, spec.config, state, batch, wanted=sampled.token)
     logits = spec.family.logits(params, spec.config, hidden, backend=spec.backend)
     choice = sample(logits, sampled, last_token=state.last_token, allowed=mask)
@@ -83,6 +82,12 @@ def step(
         position=state.position.at[batch.slot].set(batch.kv_length),
     )
     return state, _flatten(choice)
+
+
+def _with_own_tokens(batch: Batch, state: EngineState) -> Batch:
+    """Put each row's last sampled token where the host did not know it."""
+    own = state.last_token[batch.slot[batch.row_of]]
+    return replace(batch, token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))
 
 
 def _flatten(choice: Choice) -> jax.Array:
@@ -103,5 +108,4 @@ def trace_batch(packed: jax.Array, state: EngineState, *, shape: BatchShape, bac
     packed   [packed_length(shape)] int32
     """
     batch, _ = unpack(packed, shape, backend=backend)
-    own = state.last_token[batch.slot[batch.row_of]]
-    return replace(batch, token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))
+    return _with_own_tokens(batch, state)
