@@ -1,6 +1,6 @@
 """The step alone as a subject of scripts/bench: compiled programs called back to back, no engine around.
 
-    scripts/bench_steps.py MODEL THREADS ROWS TOKENS     answers questions as xjax_server.bench.worker does
+    scripts/bench_steps.py MODEL THREADS ROWS TOKENS     a subject of bench.offline.worker
 
 What the engine takes longer than this is the host's share. Prompts are only counted: the time of a
 step does not depend on its token ids.
@@ -24,7 +24,7 @@ from xjax.engine.warmup import ProgramCache, ProgramTable
 from xjax.errors import EngineError
 from xjax.state.batch import BatchShape, Packed
 from xjax.state.kv import allocate
-from xjax_server.bench.worker import serve
+from xjax_server.bench.offline.worker import serve
 
 
 class StepAlone:

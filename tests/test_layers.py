@@ -21,6 +21,7 @@ SERVER_MAY_IMPORT = FLOOR_0 | {"text", "checkpoints", "storage", "grammar"}
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax"}
 # Third-party packages that may be imported inside a function, since they are optional or slow.
 LATE_IMPORTS = {
+    "aiohttp": "needed by the load client only",
     "huggingface_hub": "half a second, and needed for downloads only",
     "jax_triton": "raises when jaxlib has no GPU",
     "llguidance": "needed for constrained output only",
@@ -32,7 +33,7 @@ READS_ENVIRONMENT = {
     "xjax/config.py": "the one reader of our variables",
     "xjax/engine/build.py": "sets the number of threads, which the backend takes from there alone",
     "xjax/checkpoints/fetch/attempt.py": "hands the whole of it to a child process",
-    "xjax_server/bench/startup.py": "hands the whole of it to a child process",
+    "xjax_server/bench/offline/startup.py": "hands the whole of it to a child process",
 }
 
 

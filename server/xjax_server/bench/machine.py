@@ -1,11 +1,15 @@
 """The machine: what it is, how fast it reads memory and multiplies, and the least time a step can take.
 
 The rates are measured with numpy on as many threads as the engines get, again and again during a
-run, so that they suffer from the same neighbours as the engines. Knows no engine.
+run, so that they suffer from the same neighbours as the engines. They are measured in a child
+process, whose numpy is told early enough to leave threads to us. Knows no engine.
 """
 
+import json
 import os
 import platform
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +21,11 @@ from typing import Any
 
 import numpy as np
 
-PACKAGES = ("xjax", "jax", "jaxlib", "numpy", "torch", "transformers", "llama-cpp-python")
+from xjax.errors import EngineError
+
+PACKAGES = (
+    "xjax", "jax", "jaxlib", "numpy", "starlette", "uvicorn", "aiohttp", "torch", "transformers", "vllm",
+)  # fmt: skip
 _READ_FLOATS = 1 << 24  # of each thread: 64 MB, which no cache holds
 _GEMM = (512, 2048, 2048)
 
@@ -69,8 +77,8 @@ class Work:
     operations: float
 
 
-class Probe:
-    """Measures how fast the machine reads and multiplies just now."""
+class Rates:
+    """Measures, in this process, how fast the machine reads and multiplies just now."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="xjax-probe")
@@ -79,15 +87,13 @@ class Probe:
         self._left = np.full((rows // threads, inner), 0.5, np.float32)
         self._right = np.full((inner, columns), 0.5, np.float32)
         self._threads = threads
-        self.reads: list[float] = []
-        self.gemms: list[float] = []
 
-    def measure(self) -> None:
-        """Take one sample of each: the best of three, since only the machine's own speed counts."""
+    def measure(self) -> tuple[float, float]:
+        """Bytes and operations a second: the best of three, since only the machine's own speed counts."""
         seconds = min(self._timed(lambda i: float(self._parts[i] @ self._parts[i])) for _ in range(3))
-        self.reads.append(self._threads * _READ_FLOATS * 4 / seconds)
+        reads = self._threads * _READ_FLOATS * 4 / seconds
         seconds = min(self._timed(lambda _: self._left @ self._right) for _ in range(3))
-        self.gemms.append(2 * self._threads * self._left.size * _GEMM[2] / seconds)
+        return reads, 2 * self._threads * self._left.size * _GEMM[2] / seconds
 
     def _timed(self, task: Callable[[int], Any]) -> float:
         """Seconds from the first thread's begin to the last one's end."""
@@ -102,6 +108,49 @@ class Probe:
         spans = [future.result() for future in [self._pool.submit(run, i) for i in range(self._threads)]]
         return max(end for _, end in spans) - min(began for began, _ in spans)
 
+
+# numpy's library reads the number of its threads when it is loaded, and only that child must be told.
+_CHILD = """
+import os, sys
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+from xjax_server.bench.machine import answer
+answer(int(sys.argv[1]))
+"""
+
+
+def answer(threads: int) -> None:
+    """Take a sample for each line of standard input and write it to standard output."""
+    rates = Rates(threads)
+    for _ in sys.stdin:
+        sys.stdout.write(json.dumps(rates.measure()) + "\n")
+        sys.stdout.flush()
+
+
+class Probe:
+    """Samples of the machine's rates, taken by a child process that waits between them."""
+
+    def __init__(self, threads: int) -> None:
+        self._command = [sys.executable, "-c", _CHILD, str(threads)]
+        self._child: subprocess.Popen[str] | None = None
+        self.reads: list[float] = []
+        self.gemms: list[float] = []
+
+    def measure(self) -> None:
+        """Take one sample of each rate."""
+        if self._child is None:
+            self._child = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+            )
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        line = self._child.stdout.readline()
+        if not line:
+            raise EngineError("the process that measures the machine's rates has ended")
+        reads, gemms = json.loads(line)
+        self.reads.append(reads)
+        self.gemms.append(gemms)
+
     def floor(self, work: Work) -> float | None:
         """Least seconds for some work: the larger of reading and multiplying, at the best rates seen."""
         if not self.reads or not self.gemms:
@@ -109,5 +158,7 @@ class Probe:
         return max(work.read_bytes / max(self.reads), work.operations / max(self.gemms))
 
     def close(self) -> None:
-        """Stop the threads."""
-        self._pool.shutdown()
+        """End the child."""
+        if self._child is not None:
+            self._child.communicate()
+            self._child = None

@@ -1,10 +1,12 @@
 """Samples and their summary: a median with its spread, or None where nothing was measured."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 Summary = dict[str, float]
+PERCENTS = (50, 90, 99)
 
 
 def summarize(samples: Sequence[float]) -> Summary | None:
@@ -16,6 +18,25 @@ def summarize(samples: Sequence[float]) -> Summary | None:
         "low": min(samples),
         "high": max(samples),
         "count": len(samples),
+    }
+
+
+def nearest_rank(ordered: Sequence[float], percent: float) -> float:
+    """Give the smallest of the ascending samples that `percent` of them do not exceed."""
+    return ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)]
+
+
+def percentiles(samples: Sequence[float]) -> Summary | None:
+    """Give p50, p90 and p99 by nearest rank, mean, range and count; None of no samples."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    return {
+        **{f"p{percent}": nearest_rank(ordered, percent) for percent in PERCENTS},
+        "mean": statistics.fmean(ordered),
+        "low": ordered[0],
+        "high": ordered[-1],
+        "count": len(ordered),
     }
 
 

@@ -10,16 +10,18 @@ from rich.console import Console
 
 from tests.sources import ROOT
 from xjax.errors import EngineError
-from xjax_server.bench import offline, report
+from xjax_server.bench import compare
 from xjax_server.bench.machine import Probe, Work
+from xjax_server.bench.offline import report
+from xjax_server.bench.offline import run as offline
+from xjax_server.bench.offline.worker import Worker
 from xjax_server.bench.samples import summarize
-from xjax_server.bench.worker import Worker
 
 PLAN = offline.Plan(rows=(1, 2), prefill=10, steps=3, threads=1, repeats=2, starts=0, peers=("fast", "gone"))
 
 
 def _echo(*arguments):
-    return [sys.executable, "-m", "tests.bench.echo", *arguments]
+    return [sys.executable, "-m", "tests.bench.offline.echo", *arguments]
 
 
 @pytest.fixture
@@ -162,7 +164,7 @@ def test_compare_gives_ratios(commands):
     b["models"][0]["cases"]["decode 2"]["seconds"]["xjax"] = None
     b["machine"] = b["machine"] | {"cores": 64}
     out = io.StringIO()
-    report.compare(a, b, Console(file=out, width=140))
+    compare.compare(a, b, report.numbers, Console(file=out, width=140))
     lines = {
         line.rsplit(None, 3)[0]: line.split()[-1] for line in out.getvalue().splitlines() if "xjax" in line
     }

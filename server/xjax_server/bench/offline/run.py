@@ -10,15 +10,17 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from xjax.errors import XjaxError
-from xjax_server.bench import machine, torch_peer, worker
-from xjax_server.bench.ours import DECODE_ROOM
+from xjax_server.bench import machine
+from xjax_server.bench.offline import torch_peer, worker
+from xjax_server.bench.offline.ours import DECODE_ROOM
+from xjax_server.bench.offline.startup import Start, generate_command, time_start
+from xjax_server.bench.offline.worker import Worker
 from xjax_server.bench.samples import divide, median, summarize
-from xjax_server.bench.startup import Start, generate_command, time_start
-from xjax_server.bench.worker import Worker
 
 OURS, STEP = "xjax", "xjax step alone"
 PEERS: Mapping[str, Callable[[], str | None]] = {
@@ -28,6 +30,7 @@ PEERS: Mapping[str, Callable[[], str | None]] = {
 DECODE_PROMPT = 64
 CHECK_TOKENS = 8
 Say = Callable[[str], None]
+Extra = Callable[[str], Mapping[str, Sequence[str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,4 +226,23 @@ def run_model(
         "skipped": bench.skipped,
         "cases": cases,
         "start": measure_starts(model, plan, say),
+    }
+
+
+def run(models: Sequence[str], plan: Plan, *, extra: Extra, say: Say) -> dict[str, Any]:
+    """Measure some model files. `extra`: for a model, more subjects by name with their commands."""
+    described, probe, found = machine.describe(), machine.Probe(plan.threads), list[dict[str, Any]]()
+    try:
+        for model in models:
+            found.append(run_model(model, plan, extra=extra(model), probe=probe, say=say))
+    finally:
+        probe.close()
+    return {
+        "kind": "offline",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": described,
+        "flags": vars(plan) | {"dtype": "float32", "decode_prompt": DECODE_PROMPT},
+        "rates": {"read_bytes_per_second": summarize(probe.reads), "gemm_flops": summarize(probe.gemms)},
+        "models": found,
+        "host": None,
     }

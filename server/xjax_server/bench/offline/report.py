@@ -1,4 +1,4 @@
-"""Results as tables, and two results side by side. Reads the saved form only."""
+"""Results of the offline benchmark as tables. Reads the saved form only."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from xjax_server.bench.samples import divide, median, shown
+from xjax_server.bench.compare import print_head
+from xjax_server.bench.samples import median, shown
 
 _NOTHING: Mapping[str, Any] = {}
 HOST_KINDS = ("host_seconds", "work_seconds")  # on the clock; processor time of the engine's thread
@@ -67,13 +68,7 @@ def _model_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def show(result: Mapping[str, Any], console: Console) -> None:
     """Print a whole result."""
-    machine, flags = result["machine"], result["flags"]
-    versions = ", ".join(f"{name} {text}" for name, text in machine["versions"].items() if text)
-    console.print(
-        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, "
-        f"load {machine['load']}; Python {machine['python']}; {versions}"
-    )
-    console.print("flags: " + ", ".join(f"{name}={value}" for name, value in flags.items()))
+    print_head(result, console)
     rates = result["rates"]
     read, gemm = rates["read_bytes_per_second"], rates["gemm_flops"]
     if read is not None and gemm is not None:
@@ -110,20 +105,3 @@ def numbers(result: Mapping[str, Any]) -> dict[str, float]:
         for name in HOST_KINDS:
             found[f"null model: {rows} rows: {name}"] = median(kinds[name])
     return {name: value for name, value in found.items() if value is not None}
-
-
-def compare(a: Mapping[str, Any], b: Mapping[str, Any], console: Console) -> None:
-    """Print what two results have in common, with b / a."""
-    first, second = numbers(a), numbers(b)
-    table = Table("measured", "A", "B", "B / A", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name in [name for name in first if name in second]:
-        ratio = divide(second[name], first[name])
-        table.add_row(name, f"{first[name]:.5g}", f"{second[name]:.5g}", shown(ratio, 2))
-    for key in ("processor", "cores"):
-        if a["machine"][key] != b["machine"][key]:
-            console.print(f"not the same machine: {key} {a['machine'][key]} and {b['machine'][key]}")
-    if a["flags"] != b["flags"]:
-        console.print("not the same flags")
-    console.print(table)

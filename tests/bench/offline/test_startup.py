@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from xjax.errors import EngineError
-from xjax_server.bench.startup import generate_command, time_start
+from xjax_server.bench.offline.startup import generate_command, time_start
 
 SLOW = "import sys, time; time.sleep(0.3); sys.stdout.write('a'); sys.stdout.flush(); time.sleep(0.3)"
 LARGE = "import sys; x = bytearray(b'a') * int(sys.argv[1]); print(len(x))"

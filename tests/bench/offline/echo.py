@@ -1,6 +1,6 @@
 """A subject of the benchmark that computes nothing and takes as long as it is told.
 
-    python -m tests.bench.echo SECONDS [bad | dies]
+    python -m tests.bench.offline.echo SECONDS [bad | dies]
 
 `bad` answers other tokens than an honest one; `dies` ends at the first question about speed.
 """
@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from xjax.errors import LoadError
-from xjax_server.bench.worker import serve
+from xjax_server.bench.offline.worker import serve
 
 
 class Echo:

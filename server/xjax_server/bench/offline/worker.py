@@ -3,7 +3,7 @@
     parent: Worker(command) -- {"do": "decode", ...} --> child: serve(subject)
                             <-- {"seconds": [...]} ----
 
-`python -m xjax_server.bench.worker NAME MODEL THREADS ROWS TOKENS` starts a subject by its name.
+`python -m xjax_server.bench.offline.worker NAME MODEL THREADS ROWS TOKENS` starts a subject by its name.
 """
 
 import json
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from xjax.errors import EngineError, XjaxError
-from xjax_server.bench.ours import OurEngine
-from xjax_server.bench.torch_peer import TorchPeer
+from xjax_server.bench.offline.ours import OurEngine
+from xjax_server.bench.offline.torch_peer import TorchPeer
 
 Prompts = Sequence[Sequence[int]]
 
@@ -127,7 +127,7 @@ def command(name: str, model: str, *, threads: int, rows: int, tokens: int) -> l
     return [
         sys.executable,
         "-m",
-        "xjax_server.bench.worker",
+        "xjax_server.bench.offline.worker",
         name,
         model,
         str(threads),

@@ -6,7 +6,7 @@ import pytest
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.errors import LoadError
 from xjax.weights.load import fuse_qkv
-from xjax_server.bench import torch_peer
+from xjax_server.bench.offline import torch_peer
 
 
 def test_pairs_become_halves_as_in_our_loader():
