@@ -3,9 +3,18 @@
 It knows no JSON and no model.
 """
 
+import asyncio
 from dataclasses import dataclass
+from typing import TypeVar
 
-from starlette.types import Receive, Scope
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope
+
+from xjax.errors import RequestError
+
+Body = TypeVar("Body", bytes, bytearray)
+_MEDIA_TYPES = (b"", b"application/json", b"text/json")
+_ID_PREFIX = b"/v1/models/"  # the one path with a part that clients choose, slashes and all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +45,79 @@ class Limits:
     text_queue: int = 1024
 
 
+def check_path(scope: Scope) -> None:
+    """Refuse a path that only looks like one of ours once it is decoded or tidied up: 404.
+
+    Routes are plain ASCII, so an escape can stand in a model's id alone.
+    """
+    raw: bytes = scope["raw_path"]
+    if b"%" in raw and not raw.startswith(_ID_PREFIX):
+        raise no_route(scope)
+    path: str = scope["path"]
+    if "//" in path or "\0" in path or "/../" in path or "/./" in path or path.endswith(("/..", "/.")):
+        raise no_route(scope)
+
+
+def no_route(scope: Scope) -> RequestError:
+    """What an unknown path gets."""
+    shown = scope["path"][:100].encode("ascii", "backslashreplace").decode()
+    return RequestError(f"there is no {scope['method']} {shown!r} here", code="not_found")
+
+
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     """Read a request's body, which must be JSON by its media type or name none.
 
     Raises RequestError: 415 for another media type, 413 above the limit, 408 for one that comes too
     slowly. Raises ClientDisconnect (starlette.requests) when the client leaves on the way.
     """
+    _check_headers(scope, limits)
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                return _within(message.get("body", b""), limits)
+            return await _read_rest(message, receive, limits)
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not come within {limits.body_timeout:g} s", code="body_timeout"
+        ) from None
+
+
+async def _read_rest(message: Message, receive: Receive, limits: Limits) -> bytes:
+    body = bytearray()
+    while message["type"] == "http.request":
+        body += message.get("body", b"")
+        _within(body, limits)
+        if not message.get("more_body", False):
+            return bytes(body)
+        message = await receive()
+    raise ClientDisconnect
+
+
+def _within(body: Body, limits: Limits) -> Body:
+    if len(body) > limits.max_body:
+        raise _too_large(limits)
+    return body
+
+
+def _too_large(limits: Limits) -> RequestError:
+    return RequestError(
+        f"the body is larger than {limits.max_body} bytes (--max-body)", code="request_too_large"
+    )
+
+
+def _check_headers(scope: Scope, limits: Limits) -> None:
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            kind = value.partition(b";")[0].strip().lower()
+            if kind not in _MEDIA_TYPES:
+                raise RequestError(
+                    f"the body must be application/json, not {kind[:100].decode('latin-1')!r}",
+                    code="unsupported_media_type",
+                )
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise RequestError(
+                "a compressed body is not read; send it as it is", code="unsupported_media_type"
+            )
+        elif name == b"content-length" and value.isdigit() and int(value[:20]) > limits.max_body:
+            raise _too_large(limits)

@@ -4,20 +4,179 @@ All of it is written on the event loop's thread, so that one token costs a bisec
 additions, without a lock. It knows neither HTTP nor the engine.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+import xjax
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_REQUEST_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+# The backend's gauges and counters: name in `Backend.stats` -> (name here, help).
+_GAUGES = {
+    "running": ("running_sequences", "Sequences that take part in steps."),
+    "waiting": ("waiting_sequences", "Sequences that wait for their first or next step."),
+    "swapped": ("swapped_sequences", "Sequences whose pages were moved off the device."),
+    "queued_requests": ("queued_requests", "Requests of which nothing has run."),
+}
+_COUNTERS = {
+    "engine_steps": ("engine_steps", "Steps of the engine."),
+    "failed_steps": ("engine_failed_steps", "Steps that failed."),
+    "preemptions": ("preemptions", "Times that a sequence gave its pages up."),
+    "aborts": ("engine_aborts", "Requests that were ended from outside."),
+    "prefill_tokens": ("engine_prefill_tokens", "Prompt tokens computed, repetitions included."),
+    "decode_tokens": ("engine_decode_tokens", "Tokens computed one at a time."),
+    "compiles_after_warmup": ("compiles_after_warmup", "Programs compiled when all should have been ready."),
+}
+_PAGES = {
+    "pages_used_": ("pages_used", "Pages that sequences hold, by group."),
+    "pages_total_": ("pages_capacity", "Pages there are, by group."),
+}
+_ENGINE_TIMES = {
+    "step_seconds": "Time from one step's result to the next.",
+    "host_seconds": "Time that the host spent on a step.",
+}
+_BUCKET = re.compile(r"_le_(.+)$")
 
 
-class ServerMetrics:
+class Histogram:
+    """Counts by upper bound and a sum; one thread observes."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Take in a value, `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        """Values seen."""
+        return sum(self.counts)
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        """As Prometheus wants it: cumulative."""
+        buckets: list[tuple[str, float]] = []
+        running = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            running += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(bound), running))
+        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.total)
+
+
+class ServerMetrics(Collector):
     """Counters and histograms of one server with a registry of their own.
 
-    stats   gives the backend's counters when they are read
+    stats       gives the backend's counters when they are read
+    ttft        seconds from arrival to a request's first token
+    token_gap   seconds between tokens of a sample
+    queue       seconds from arrival to the first step
+    whole       seconds from arrival to the end
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats
-
-    def text(self) -> tuple[bytes, str]:
-        """The exposition and its media type."""
+        self.ttft = Histogram(_REQUEST_BOUNDS)
+        self.token_gap = Histogram(_TOKEN_BOUNDS)
+        self.queue = Histogram(_REQUEST_BOUNDS)
+        self.whole = Histogram(_REQUEST_BOUNDS)
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
+        self.refusals: Counter[int] = Counter()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.active = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
 
     def refused(self, status: int) -> None:
         """Count a request that got an error status before it reached the engine."""
+        self.refusals[status] += 1
+
+    def ended(self, outcome: str, seconds: float) -> None:
+        """Count a request that reached the engine by how it ended."""
+        self.outcomes[outcome] += 1
+        self.whole.observe(seconds)
+
+    def text(self) -> tuple[bytes, str]:
+        """The exposition and its media type."""
+        return generate_latest(self._registry), CONTENT_TYPE
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as the registry asks for it."""
+        yield InfoMetricFamily("xjax", "What serves.", {"version": xjax.__version__})
+        yield from self._requests()
+        yield self.ttft.family("xjax_time_to_first_token_seconds", "From arrival to a request's first token.")
+        yield self.token_gap.family("xjax_inter_token_seconds", "Between two tokens of a sample.")
+        yield self.queue.family("xjax_queue_seconds", "From arrival to a request's first step.")
+        yield self.whole.family("xjax_request_seconds", "From arrival to a request's end.")
+        yield from engine_families(self._stats())
+
+    def _requests(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily("xjax_requests", "Requests that ended, by outcome.", labels=["outcome"])
+        for outcome, count in self.outcomes.items():
+            ended.add_metric([outcome], count)
+        yield ended
+        refused = CounterMetricFamily(
+            "xjax_refused_requests", "Requests that never reached the engine, by status.", labels=["status"]
+        )
+        for status, count in sorted(self.refusals.items()):
+            refused.add_metric([str(status)], count)
+        yield refused
+        yield GaugeMetricFamily("xjax_active_requests", "Requests being answered.", self.active)
+        yield CounterMetricFamily("xjax_prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
+        yield CounterMetricFamily(
+            "xjax_cached_prompt_tokens", "Prompt tokens whose pages were reused.", self.cached_tokens
+        )
+        yield CounterMetricFamily("xjax_generated_tokens", "Tokens of answers.", self.generated_tokens)
+
+
+def engine_families(stats: Mapping[str, float]) -> Iterator[Metric]:
+    """The backend's counters as metrics; what it does not have is left out."""
+    for key, (name, text) in _GAUGES.items():
+        if key in stats:
+            yield GaugeMetricFamily(f"xjax_{name}", text, stats[key])
+    for key, (name, text) in _COUNTERS.items():
+        if key in stats:
+            yield CounterMetricFamily(f"xjax_{name}", text, stats[key])
+    for prefix, (name, text) in _PAGES.items():
+        family = GaugeMetricFamily(f"xjax_{name}", text, labels=["group"])
+        for key in sorted(key for key in stats if key.startswith(prefix)):
+            family.add_metric([key.removeprefix(prefix)], stats[key])
+        if family.samples:
+            yield family
+    for key, text in _ENGINE_TIMES.items():
+        if f"{key}_count" in stats:
+            yield _engine_times(key, text, stats)
+
+
+def _engine_times(key: str, text: str, stats: Mapping[str, float]) -> Metric:
+    """Cumulative counts by bound, as the backend keeps them in `<key>_le_<bound>`."""
+    bounds: list[tuple[float, float]] = []
+    for name, value in stats.items():
+        found = _BUCKET.search(name) if name.startswith(key) else None
+        if found is not None:
+            bounds.append((float(found.group(1)), value))
+    buckets = [(repr(bound), value) for bound, value in sorted(bounds) if bound != float("inf")]
+    buckets.append(("+Inf", stats[f"{key}_count"]))
+    return HistogramMetricFamily(
+        f"xjax_engine_{key}", text, buckets=buckets, sum_value=stats.get(f"{key}_sum", 0.0)
+    )
