@@ -46,7 +46,7 @@ class ChatEndpoint:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(self._service, scope, receive, send, prefix="chatcmpl-", prepare=prepare)
+        await answer(self._service, scope, receive, send, prefix="chatcmpl", prepare=prepare)
 
 
 def prepare(model: ServedModel, request_id: str, body: bytes) -> Job:

@@ -48,7 +48,7 @@ class CompletionEndpoint:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(self._service, scope, receive, send, prefix="cmpl-", prepare=prepare)
+        await answer(self._service, scope, receive, send, prefix="cmpl", prepare=prepare)
 
 
 def prepare(model: ServedModel, request_id: str, body: bytes) -> Job:

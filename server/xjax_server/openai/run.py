@@ -25,7 +25,6 @@ async def answer(
     service: Service, scope: Scope, receive: Receive, send: Send, *, prefix: str, prepare: Prepare
 ) -> None:
     """Serve one request. Raises XjaxError for one that is refused."""
-    arrival = time.monotonic()
     request_id = service.new_id(prefix)
     body = await read_body(scope, receive, service.limits)
 
@@ -36,7 +35,7 @@ async def answer(
         else:
             job = await service.in_thread(prepare, model, request_id, body)
         generation = await Generation.start(
-            service, job.prompts, request_id=request_id, arrival=arrival, priority=job.priority
+            service, job.prompts, request_id=request_id, arrival=scope["xjax.arrival"], priority=job.priority
         )
         if job.is_stream:
             await respond_events(send, generation, job.writer, keep_alive=service.limits.keep_alive)
