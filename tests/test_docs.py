@@ -29,7 +29,10 @@ BROAD_EXCEPT = {
     ),
     "xjax/engine/warmup.py": (1, "top of a compile thread: what it raises goes to who waits"),
     "xjax/text/folder.py": (1, "tokenizers raises bare Exception"),
+    "xjax_server/app.py": (1, "top of the application: the envelope instead of a trace"),
     "xjax_server/cli/app.py": (1, "top of the command line: one line instead of a trace"),
+    "xjax_server/lifecycle.py": (1, "top of the loading thread: what it raises goes to who waits"),
+    "xjax_server/sse.py": (1, "the same for an answer whose status is out: an event"),
 }
 
 
