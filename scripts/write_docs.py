@@ -75,6 +75,7 @@ def options_page() -> str:
                     "folder of models, compiled programs and tokenizers; default: `xjax` in the cache folder",
                 ],
                 ["`XDG_CACHE_HOME`", "the cache folder; default: `~/.cache`"],
+                ["`XJAX_API_KEY`", "key that `xjax serve` asks for, beside those of `--api-key`"],
                 ["`HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HUB_CACHE`", "read by huggingface_hub, as everywhere"],
             ],
         )
@@ -92,8 +93,12 @@ def commands_page() -> str:
         rows, has_shared = [], False
         for item in command.params:
             has_shared = has_shared or item.opts[0] in shared
-            if item.opts[0] not in shared:
-                spelled = ", ".join(item.opts) if item.opts[0].startswith("-") else item.name.upper()
+            if item.opts[0] not in shared and not getattr(item, "hidden", False):
+                spelled = (
+                    ", ".join(item.opts)
+                    if item.opts[0].startswith("-")
+                    else item.metavar or item.name.upper()
+                )
                 rows.append([f"`{spelled}`", item.help or ""])
         text += f"## xjax {name}\n\n{(command.help or '').strip()}\n\n"
         if rows:

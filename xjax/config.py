@@ -253,3 +253,9 @@ def cache_home() -> Path:
         return Path(home).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache").expanduser().absolute() / "xjax"
+
+
+def environment_api_keys() -> list[str]:
+    """Keys that the server asks for: XJAX_API_KEY, where it is set."""
+    key = os.environ.get("XJAX_API_KEY")
+    return [key] if key else []

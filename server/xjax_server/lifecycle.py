@@ -8,6 +8,7 @@ It knows how to serve an application, not which one and not what is loaded.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -68,7 +69,8 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        raise LoadError(f"--host {host}: {error}") from error
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise LoadError(f"--host {host}: {cause}") from error
     found = socket.socket(family, kind, protocol)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,9 +78,8 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
         found.listen(_BACKLOG)
     except OSError as error:
         found.close()
-        raise LoadError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
-        ) from error
+        hint = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
+        raise LoadError(f"cannot listen on {host} port {port}: {error.strerror}{hint}") from error
     return found
 
 

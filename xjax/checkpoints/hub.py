@@ -24,6 +24,7 @@ __all__ = [
     "ModelEntry",
     "PinnedFile",
     "ProgressSink",
+    "check_name",
     "list_models",
     "pinned_sampling",
     "pull",
@@ -76,6 +77,12 @@ def _fetch_repository(
         except AttemptError as error:
             failures.append(f"the hub's cache on this machine: {error}")
     raise LoadError(f"{name} could not be fetched; tried {'; '.join(failures)}")
+
+
+def check_name(name: str | None) -> None:
+    """Raise LoadError for a name that is nothing here and can be nothing on the hub; asks no network."""
+    if name is not None and name != DEFAULT_MODEL.name and _local_path(name) is None:
+        parse_hub_name(name)
 
 
 def resolve(

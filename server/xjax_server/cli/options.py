@@ -1,7 +1,7 @@
 """Flags that several commands share, made from the dataclasses that hold their defaults.
 
-`takes_engine_flags` adds the flags of the model, of sampling and of the engine to a command,
-which receives them as one `Flags` value. Values are checked where they are used, by
+`takes_engine_flags` adds the flags of the model, of the engine and, unless told otherwise, of sampling
+to a command, which receives them as one `Flags` value. Values are checked where they are used, by
 `SamplingParams` and `EngineOptions`, not here.
 """
 
@@ -120,10 +120,10 @@ def _value_type(annotation: Any) -> Any:
     return kinds[0] if kinds else annotation
 
 
-def _shared_parameters() -> list[inspect.Parameter]:
+def _shared_parameters(has_sampling: bool) -> list[inspect.Parameter]:
     found = [_parameter(name, kind, (flag(name),), help=text) for name, (kind, text) in _MODEL_FLAGS.items()]
     found.append(_parameter("verbose", bool, ("--verbose", "-v"), help="show log lines"))
-    for name, kind in SAMPLING_FLAGS.items():
+    for name, kind in SAMPLING_FLAGS.items() if has_sampling else ():
         found.append(
             _parameter(name, kind, (flag(name),), help=SAMPLING_HELP[name], rich_help_panel="Sampling")
         )
@@ -143,10 +143,10 @@ def _shared_parameters() -> list[inspect.Parameter]:
     return found
 
 
-def takes_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+def takes_engine_flags(command: Callable[..., None], *, has_sampling: bool = True) -> Callable[..., None]:
     """Give a command the shared flags; it receives them as the keyword argument `flags`."""
     own = inspect.signature(command)
-    shared = _shared_parameters()
+    shared = _shared_parameters(has_sampling)
 
     def run(**values: Any) -> None:
         given = {item.name: values.pop(item.name) for item in shared}

@@ -1,0 +1,265 @@
+"""`xjax serve`: the HTTP server around one model.
+
+Flags, port and model name are checked first; then the socket listens and /health answers while the
+model is loaded. What serves is imported when the command runs: the others start without it.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import xjax
+from xjax.checkpoints import hub
+from xjax.config import EngineOptions, environment_api_keys
+from xjax_server.cli.console import ProgressBar, note
+from xjax_server.cli.options import Flags, takes_engine_flags
+
+if TYPE_CHECKING:
+    from xjax_server.limits import Limits
+    from xjax_server.serving import ServedModel, Service
+
+MAX_QUEUE = 1024  # requests that wait, when nothing else is said: some 30 rounds of --max-num-seqs
+_CLOSE_SECONDS = 5.0
+_LEVELS = ("debug", "info", "warning", "error")
+_OTHER_LEVELS = {"trace": "debug", "critical": "error"}
+
+
+_Model = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="what to serve, as --model of the other commands")
+]
+_Host = Annotated[
+    str | None, typer.Option("--host", help="address to listen on; default: 127.0.0.1, with a key 0.0.0.0")
+]
+_Port = Annotated[int, typer.Option("--port", help="port to listen on", min=0, max=65535)]
+_Uds = Annotated[str | None, typer.Option("--uds", help="listen on this Unix socket instead")]
+_ApiKey = Annotated[
+    list[str] | None,
+    typer.Option("--api-key", help="key that clients must send; may be given several times"),
+]
+_Names = Annotated[
+    list[str] | None,
+    typer.Option("--served-model-name", help="name of the model for clients; may be given several times"),
+]
+_RequestTimeout = Annotated[
+    float | None,
+    typer.Option("--request-timeout", help="seconds after which an answer is broken off", min=0.001),
+]
+_MaxBody = Annotated[
+    int | None, typer.Option("--max-body", help="largest body in bytes; default: 32 MiB", min=1)
+]
+_Cors = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors",
+        "--allowed-origins",
+        help="origin whose pages may ask, * for all; may be given several times",
+    ),
+]
+_LogLevel = Annotated[
+    str,
+    typer.Option(
+        "--log-level", "--uvicorn-log-level", help=f"{', '.join(_LEVELS)}; debug tells every request"
+    ),
+]
+_DrainTimeout = Annotated[
+    float, typer.Option("--drain-timeout", help="seconds that running requests get after SIGTERM", min=0)
+]
+_Seed = Annotated[
+    int | None, typer.Option("--seed", help="what the seeds of requests that name none are drawn from")
+]
+
+
+class _Engine:
+    """The model once it is loaded; brings it, and lets it go."""
+
+    def __init__(self, flags: Flags, names: tuple[str, ...]) -> None:
+        self.names = names
+        self._flags = flags
+        self._llm: xjax.LLM | None = None
+
+    def load(self, progress: ProgressBar) -> "ServedModel":
+        """Load the model and wait for its first programs. Raises LoadError."""
+        serving = import_module("xjax_server.serving")
+        llm = self._llm = self._flags.open_engine(progress, num_prompts=EngineOptions().max_num_seqs)
+        llm.wait_ready()
+        return serving.ServedModel(
+            names=self.names,
+            backend=llm.engine,
+            front=llm.front,
+            max_model_len=llm.max_model_len,
+            defaults=llm.generation_defaults,
+            seed=llm.options.seed,
+            created=int(time.time()),
+        )
+
+    def close(self) -> bool:
+        """Stop the engine; whether all of it stopped soon, programs under compilation too."""
+        if self._llm is None:
+            return True
+        thread = threading.Thread(target=self._llm.close, daemon=True)
+        thread.start()
+        thread.join(_CLOSE_SECONDS)
+        own = (threading.main_thread(), threading.current_thread())
+        return not any(t not in own and not t.daemon and t.is_alive() for t in threading.enumerate())
+
+
+def _names(given: list[str] | None, model: str | None) -> tuple[str, ...]:
+    """Names to serve under: those given, or the model's own, a local path by its last part too."""
+    if given:
+        return tuple(dict.fromkeys(given))
+    if model is None:
+        return (hub.DEFAULT_MODEL.name,)
+    path = Path(model).expanduser()
+    return (
+        (path.resolve().stem if path.suffix == ".gguf" else path.resolve().name, model)
+        if path.exists()
+        else (model,)
+    )
+
+
+def _origins(given: list[str] | None) -> list[str]:
+    """Origins, each as it is or several as a JSON list."""
+    found: list[str] = []
+    for item in given or ():
+        if not item.startswith("["):
+            found.append(item)
+            continue
+        try:
+            listed: Any = json.loads(item)
+        except ValueError as error:
+            raise typer.BadParameter(f"--cors {item}: {error}") from error
+        found += [str(origin) for origin in listed]
+    return found
+
+
+def _set_up_logging(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("xjax: %(levelname)s %(message)s"))
+    levels = {"xjax_server": level.upper(), "uvicorn.error": "ERROR"}
+    if level == "debug":
+        levels["uvicorn.access"] = "INFO"
+    for name, value in levels.items():
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(value)
+        logger.propagate = False
+
+
+def _say_ready(progress: ProgressBar, address: str, name: str) -> None:
+    progress.pause()
+    note(f"xjax: serving {name}; stop with Ctrl-C")
+    if not address.startswith("http"):
+        note(f"xjax: try  curl --unix-socket {address.removeprefix('unix:')} http://localhost/v1/models")
+        return
+    address = address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True})
+    note(f"xjax: try  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    note(f"xjax: or   openai.OpenAI(base_url='{address}/v1', api_key='…')")
+
+
+def _limits(max_body: int | None, request_timeout: float | None) -> "Limits":
+    limits: Limits = import_module("xjax_server.limits").Limits()
+    if max_body is not None:
+        limits = dataclasses.replace(limits, max_body=max_body)
+    return dataclasses.replace(limits, request_timeout=request_timeout)
+
+
+def _engine_flags(flags: Flags, models: list[str | None], seed: int | None, level: str) -> Flags:
+    """The flags with the server's own defaults; everything in them is checked."""
+    named = [name for name in (*models, flags.model) if name is not None]
+    if len(named) > 1:
+        raise typer.BadParameter(f"the model is named twice, {named[0]} and {named[1]}")
+    options: dict[str, Any] = {"max_queue": MAX_QUEUE, **flags.engine}
+    if seed is not None:
+        options["seed"] = seed
+    EngineOptions.from_mapping(options)
+    model = named[0] if named else None
+    hub.check_name(model)
+    is_verbose = flags.verbose or level in ("debug", "info")
+    return dataclasses.replace(flags, model=model, engine=options, verbose=is_verbose)
+
+
+def _serve(
+    name: _Model = None,
+    *,
+    host: _Host = None,
+    port: _Port = 8000,
+    uds: _Uds = None,
+    api_key: _ApiKey = None,
+    served_model_name: _Names = None,
+    request_timeout: _RequestTimeout = None,
+    max_body: _MaxBody = None,
+    cors: _Cors = None,
+    log_level: _LogLevel = "warning",
+    drain_timeout: _DrainTimeout = 30.0,
+    seed: _Seed = None,
+    short: Annotated[str | None, typer.Option("--m", hidden=True)] = None,
+    server: Annotated[bool, typer.Option("--server", hidden=True)] = False,
+    flags: Flags,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does.
+
+    How to run it for long and for others: docs/serving.md.
+    """
+    del server  # other programs must be told to be one
+    level = _OTHER_LEVELS.get(log_level, log_level)
+    if level not in _LEVELS:
+        raise typer.BadParameter(f"--log-level must be one of {', '.join(_LEVELS)}, not {log_level!r}")
+    flags = _engine_flags(flags, [name, short], seed, level)
+    _set_up_logging("info" if flags.verbose and level == "warning" else level)
+    keys = [*(api_key or ()), *environment_api_keys()]
+    settings = {
+        "limits": _limits(max_body, request_timeout),
+        "drain_timeout": drain_timeout,
+        "access_log": level == "debug",
+    }
+    _run(
+        _Engine(flags, _names(served_model_name, flags.model)),
+        place=(host or ("0.0.0.0" if keys else "127.0.0.1"), port, uds),
+        access={"api_keys": keys, "cors": _origins(cors)},
+        settings=settings,
+    )
+
+
+def _run(
+    engine: _Engine,
+    *,
+    place: tuple[str, int, str | None],
+    access: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    lifecycle, app = import_module("xjax_server.lifecycle"), import_module("xjax_server.app")
+    openai = import_module("xjax_server.openai")
+    listener = lifecycle.listen(*place)
+    address: str = lifecycle.address_of(listener)
+    note(f"xjax: listening on {address}; /ready tells when the model is loaded")
+
+    def make_app(service: "Service") -> Any:
+        return app.build_app(service, openai.routes(service), **access)
+
+    with ProgressBar() as progress:
+        plan = lifecycle.Plan(
+            make_app=make_app,
+            load=partial(engine.load, progress),
+            on_ready=partial(_say_ready, progress, address, engine.names[0]),
+            **settings,
+        )
+        is_loaded: bool = lifecycle.run(plan, listener)
+    if not is_loaded or not engine.close():
+        # A thread inside the compiler cannot be stopped, and nothing of ours is left to be written.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)
+
+
+serve = takes_engine_flags(_serve, has_sampling=False)
