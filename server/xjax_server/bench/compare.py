@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -20,9 +20,10 @@ def load(path: Path, kinds: Mapping[str, Numbers]) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise RequestError(f"{path} cannot be read as a saved result: {error}") from error
-    if not isinstance(result, dict) or result.get("kind") not in kinds:
+    found = cast("dict[str, Any]", result) if isinstance(result, dict) else {}
+    if found.get("kind") not in kinds:
         raise RequestError(f"{path} is no result of a benchmark; expected what --json wrote")
-    return result
+    return found
 
 
 def save(result: Mapping[str, Any], path: Path) -> None:

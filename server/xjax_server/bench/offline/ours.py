@@ -95,9 +95,58 @@ class OurEngine:
         self._start(prompts, times, DECODE_ROOM)
         return {"seconds": times.steps(), "host_seconds": self._llm.stats()["host_seconds_median"]}
 
+    def serve(self, prompts: Sequence[Sequence[int]], num_tokens: int, streams: int) -> dict[str, Any]:
+        """Work as a server does under `streams` clients: the next prompt is submitted when one ends.
+
+        `rows` has for each prompt [submitted, first, last, tokens, gaps], `seconds` the whole.
+        """
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, seed=0)
+        waiting = iter([_Row(next(self._serial), prompt, sampling) for prompt in prompts])
+        rows: list[_Row] = []
+        ends: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+
+        def submit(count: int) -> None:
+            for row in itertools.islice(waiting, count):
+                rows.append(row)
+                row.submitted = time.perf_counter()
+                self._llm.engine.submit(row.request, lambda event, row=row: row.add(event, ends))
+
+        began = time.perf_counter()
+        submit(streams)
+        for _ in prompts:
+            event = ends.get()
+            if event.finish_reason is FinishReason.ERROR:
+                raise EngineError(event.error or "the request failed")
+            submit(1)
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "rows": [row.times() for row in rows]}
+
     def close(self) -> None:
         """Stop the engine."""
         self._llm.close()
+
+
+class _Row:
+    """One request and when its tokens came."""
+
+    def __init__(self, serial: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self.request = Request(request_id=f"bench-{serial}", prompt_ids=tuple(prompt), sampling=sampling)
+        self.submitted = 0.0
+        self._at: list[float] = []
+        self._count = 0
+
+    def add(self, event: TokenEvent, ends: "queue.SimpleQueue[TokenEvent]") -> None:
+        """Note one event; the engine's output thread."""
+        if event.token_ids:
+            self._at.append(time.perf_counter())
+            self._count += len(event.token_ids)
+        if event.finish_reason is not None:
+            ends.put(event)
+
+    def times(self) -> tuple[float, float, float, int, list[float]]:
+        """Submitted, first and last token, tokens, gaps between events."""
+        gaps = [b - a for a, b in itertools.pairwise(self._at)]
+        return self.submitted, self._at[0], self._at[-1], self._count, gaps
 
 
 class _Times:

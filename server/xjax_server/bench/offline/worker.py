@@ -56,6 +56,8 @@ def answer(subject: Subject, question: dict[str, Any]) -> dict[str, Any]:
         return subject.prefill(question["prompt"])
     if do == "decode":
         return subject.decode(question["prompts"], question["num_tokens"])
+    if do == "serve" and isinstance(subject, OurEngine):
+        return subject.serve(question["prompts"], question["num_tokens"], question["streams"])
     raise EngineError(f"a benchmark worker knows no {do!r}")
 
 

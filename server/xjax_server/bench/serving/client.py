@@ -5,7 +5,6 @@ that only names a role, a comment and the usage are none. How many there were is
 Knows no engine; aiohttp is imported when a session is opened.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping
@@ -177,7 +176,7 @@ class Client:
         outcome = Outcome(due)
         try:
             await self._stream(body, outcome)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             outcome.error = f"no end within {self.endpoint.timeout:g} s"
         except self._failures as error:
             outcome.error = f"{type(error).__name__}: {str(error)[:_ERROR_LETTERS]}"
@@ -216,7 +215,7 @@ class Client:
                 content = await response.read()
                 if response.status == 200:
                     return json.loads(content)
-        except (*self._failures, asyncio.TimeoutError) as error:
+        except (TimeoutError, *self._failures) as error:
             raise RequestError(f"{url} cannot be asked: {error}") from error
         raise RequestError(f"{url} answers HTTP {response.status}: {_reason(content)}")
 

@@ -61,7 +61,7 @@ class IdPrompts:
     """Random token ids below `vocab_size`."""
 
     def __init__(self, shape: Shape, *, seed: int, vocab_size: int) -> None:
-        self.shape, self._seed = shape, seed
+        self.shape, self.vocab_size, self._seed = shape, vocab_size, seed
         self._range = min(FIRST_ID, vocab_size // 2), vocab_size
 
     def ids(self, nonce: str, index: int) -> list[int]:

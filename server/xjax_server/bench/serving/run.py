@@ -8,7 +8,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -95,7 +95,8 @@ class HttpSubject:
         async with Client(self.endpoint) as client:
 
             async def count(fields: Mapping[str, Any]) -> int:
-                usage = (await client.ask({**fields, "max_tokens": 1})).get("usage") or {}
+                reply = await client.ask({**fields, "max_tokens": 1})
+                usage: dict[str, int] = reply.get("usage") or {}
                 if "prompt_tokens" not in usage:
                     raise RequestError(
                         f"{self.endpoint.url} tells no usage: the length of prompts is not known"
@@ -252,3 +253,18 @@ def run_url(endpoint: Endpoint, prompts: Prompts, plan: Plan, progress: Progress
     }  # fmt: skip
     kind = "chat" if endpoint.is_chat else "completions"
     return result(plan, [found], described, endpoint=kind, prompts=type(prompts).__name__)
+
+
+def with_model(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with the first model that its server lists, where none was named. Raises RequestError."""
+    if endpoint.model:
+        return endpoint
+
+    async def ask() -> list[dict[str, Any]]:
+        async with Client(endpoint) as client:
+            return await client.models()
+
+    listed = asyncio.run(ask())
+    if not listed:
+        raise RequestError(f"{endpoint.url} lists no model; name one with --model")
+    return replace(endpoint, model=str(listed[0]["id"]))

