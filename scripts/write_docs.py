@@ -82,18 +82,26 @@ def options_page() -> str:
     )
 
 
+def _commands(group: Any, before: str = "") -> Iterable[tuple[str, Any]]:
+    """Commands with their whole names; a command that has commands of its own stands as those."""
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", None)
+        yield from _commands(command, f"{before}{name} ") if inner else [(before + name, command)]
+
+
 def commands_page() -> str:
     """Text of docs/commands.md: every command with its own flags."""
     program: Any = get_command(app)
-    shared = {flag(item.name) for item in fields(EngineOptions)} | {flag(name) for name in SAMPLING_FLAGS}
     text = "# Commands\n\n" + NOTE
     rows = [[f"`{', '.join(item.opts)}`", item.help] for item in program.params]
     text += _table(["before the command", "meaning"], rows) + "\n"
-    for name, command in program.commands.items():
+    for name, command in _commands(program):
         rows, has_shared = [], False
         for item in command.params:
-            has_shared = has_shared or item.opts[0] in shared
-            if item.opts[0] not in shared and not getattr(item, "hidden", False):
+            # A command may have a flag of its own under a name that others share.
+            is_shared = getattr(item, "rich_help_panel", None) in ("Sampling", "Engine")
+            has_shared = has_shared or is_shared
+            if not is_shared and not getattr(item, "hidden", False):
                 spelled = (
                     ", ".join(item.opts)
                     if item.opts[0].startswith("-")

@@ -11,14 +11,14 @@ Knows no model and no engine; the commands reach them through the lazy names of 
 
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
 
 import xjax
 from xjax.errors import XjaxError
-from xjax_server.cli import chat, generate, models, pull
+from xjax_server.cli import bench, chat, generate, models, pull, serve
 from xjax_server.cli.console import PIPE_CLOSED, drop, flush, print_error, set_up_streams, write
 
 app = typer.Typer(
@@ -29,8 +29,10 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("pull")(pull.pull)
 app.command("models")(models.models)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
@@ -49,9 +51,10 @@ def _program(  # pyright: ignore[reportUnusedFunction]
 
 
 def _known_flags() -> set[str]:
-    command = get_command(app)
-    commands = [command, *getattr(command, "commands", {}).values()]
-    return {flag for item in commands for param in item.params for flag in param.opts}
+    found: list[Any] = [get_command(app)]
+    for command in found:  # grows while it is gone through: commands may have commands
+        found += getattr(command, "commands", {}).values()
+    return {flag for command in found for param in command.params for flag in param.opts}
 
 
 def normalize(arguments: list[str]) -> list[str]:
