@@ -57,6 +57,9 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], numbers: Numbers, consol
     for key in ("processor", "cores"):
         if a["machine"][key] != b["machine"][key]:
             console.print(f"not the same machine: {key} {a['machine'][key]} and {b['machine'][key]}")
+    models = [", ".join(model["model"] for model in result["models"]) for result in (a, b)]
+    if models[0] != models[1]:
+        console.print(f"not the same models: {models[0]} and {models[1]}")
     if a["flags"] != b["flags"]:
         console.print("not the same flags")
     console.print(table)

@@ -145,7 +145,7 @@ def _message(reply: Mapping[str, Any]) -> str:
 
 
 class Client:
-    """Sends requests over connections that are kept between them. Use it as an async context."""
+    """Sends requests, each over a connection of its own. Use it as an async context."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -161,7 +161,8 @@ class Client:
             headers["Authorization"] = f"Bearer {self.endpoint.api_key}"
         self._failures = (aiohttp.ClientError, OSError, ValueError)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            # A kept connection may be closed by the server just when it is used again.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=self.endpoint.timeout),
             headers=headers,
         )

@@ -49,9 +49,5 @@ def _measure(subject: HttpSubject, streams: int, plan: CostPlan) -> dict[str, An
         tpot += [outcome.tpot for outcome in found.outcomes if outcome.tpot is not None]
         if found.client_seconds is not None and tokens:
             costs.append(found.client_seconds / tokens)
-    return {
-        "streams": streams,
-        "seconds_per_token": summarize(costs),
-        "tpot": percentiles(tpot),
-        **asdict(plan),
-    }
+    found = {"streams": streams, "seconds_per_token": summarize(costs), "tpot": percentiles(tpot)}
+    return asdict(plan) | found

@@ -93,9 +93,11 @@ def numbers(result: Mapping[str, Any]) -> dict[str, float]:
     """Every figure of a result by a name that two results share; what was not measured is left out."""
     found: dict[str, float | None] = {}
     for model in result["models"]:
+        # One model may have another name at another server.
+        before = f"{model['model']}: " if len(result["models"]) > 1 else ""
         for case in model["cases"]:
             for name, figures in case["subjects"].items():
-                place = f"{model['model']}: {case['load']}: {name}"
+                place = f"{before}{case['load']}: {name}"
                 for rate in RATES:
                     found[f"{place}: {rate.replace('_', ' ')}"] = median(figures[rate])
                 for kind in KINDS:
