@@ -89,20 +89,9 @@ def sampling_of(request: SamplingFields, model: ServedModel, **changes: Any) -> 
         if value is not None:
             fields[name] = value
     if request.logit_bias:
-        fields["logit_bias"] = _by_id(request.logit_bias)
+        fields["logit_bias"] = {int(key): value for key, value in request.logit_bias.items()}
     fields |= {name: value for name, value in changes.items() if value is not None}
     return SamplingParams(**fields)
-
-
-def _by_id(bias: dict[str, float]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise RequestError(
-                f"logit_bias: {key[:40]!r} is not a token id", code="invalid_value", param="logit_bias"
-            )
-        found[int(key)] = value
-    return found
 
 
 def check_stream(request: SamplingFields) -> None:

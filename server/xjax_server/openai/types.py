@@ -11,7 +11,8 @@ not built: it is taken only with a value that changes nothing.
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic.config import JsonDict
 
 from xjax.request import (
     MAX_LOGIT_BIAS,
@@ -42,6 +43,15 @@ IGNORED = {
     "length_penalty, early_stopping": "of no meaning without beam search",
     "spaces_between_special_tokens": "text is the sum of its tokens' bytes",
     "request_id": "ids are made by the server",
+}
+
+
+# Only an assistant may say nothing, when it calls a tool.
+_NEEDS_CONTENT: JsonDict = {
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"properties": {"role": {"const": "assistant"}}},
+    ]
 }
 
 
@@ -81,8 +91,9 @@ def _prompt_kind(value: object) -> str:
     return "=ids" if isinstance(value, list) else "=text"
 
 
-WHOLE = BeforeValidator(_whole, json_schema_input_type=int)
+WHOLE = BeforeValidator(_whole)
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -108,14 +119,14 @@ class ContentPart(BaseModel):
 
     model_config = OPEN
 
-    type: str
+    type: Annotated[str, WithJsonSchema({"enum": ["text", "input_text", "output_text"]})]
     text: str | None = None
 
 
 class Message(BaseModel):
     """One message. What else it carries (name, tool_call_id, reasoning_content) goes to the template."""
 
-    model_config = OPEN
+    model_config = OPEN | ConfigDict(json_schema_extra=_NEEDS_CONTENT)
 
     role: Annotated[str, Field(min_length=1)]
     content: Annotated[
@@ -174,7 +185,7 @@ class SamplingFields(BaseModel):
         None, description="over prompt and answer; default: the model's, else 1"
     )
     logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)]
+        Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)]
         | None
     ) = Field(None, description="token id, as a string, to what is added to its logit")
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED), WHOLE] | None = Field(
