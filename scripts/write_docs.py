@@ -1,20 +1,25 @@
 """Write the tables in docs/ that are made from the code; the tests compare them with the files.
 
-scripts/write_docs.py          write docs/options.md and docs/commands.md
+scripts/write_docs.py          write docs/options.md, docs/commands.md and docs/api.md
 """
 
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from typer.main import get_command
 
 from xjax.config import EngineOptions
 from xjax.request import SamplingParams
 from xjax_server.cli.app import app
 from xjax_server.cli.options import HIDDEN_ENGINE_OPTIONS, SAMPLING_FLAGS, SAMPLING_HELP, flag
+from xjax_server.openai.openapi import ERRORS, OPERATIONS
+from xjax_server.openai.read import refused_fields
+from xjax_server.openai.types import IGNORED, ContentPart, Message, SamplingFields, StreamOptions
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- made by scripts/write_docs.py; edit the code and run it again -->\n\n"
@@ -116,7 +121,121 @@ def commands_page() -> str:
     return text.rstrip("\n") + "\n"
 
 
-PAGES = {"options.md": options_page, "commands.md": commands_page}
+API_INTRODUCTION = """\
+What the server of OpenAI's API takes and gives, field by field. `/openapi.json` is the same for
+programs.
+
+- **supported**: does what OpenAI, or vLLM where the field is its own, documents.
+- **refused**: would change the answer and is not built: 400, code `unsupported_parameter`, with any
+  value but the harmless ones named here.
+- **ignored**: changes no answer here; taken with any value, as is every field that is not listed.
+
+`null` is the same as absent. Whole numbers may be written as `1.0`; a string or `true` where a number
+belongs is a 400 whose `param` is the field's path (`messages.0.content`). A body is UTF-8 JSON without
+lone surrogates.
+
+"""
+API_REPLIES = """\
+## Replies
+
+Replies have OpenAI's shapes. What is added to them or easily misread:
+
+- `created` is in seconds; `model` is the name that was asked for; ids begin with `chatcmpl-` and
+  `cmpl-`.
+- `finish_reason` is `stop` or `length`; `stop_reason` beside it is the stop text or token id that ended
+  the answer, `null` for the model's own end.
+- `usage` counts a prompt once whatever `n` is; `prompt_tokens_details.cached_tokens` are prompt tokens
+  whose pages were reused. Tokens up to and including the one that completed a stop text count, nothing
+  after it.
+- `logprobs` has an entry for each token that counts, the one that ended the answer included. A token's
+  text is exact: where its bytes are no UTF-8 by themselves they are written as `\\xf0\\x9f`, in
+  completions behind `bytes:`; `bytes` has them in chat. `text_offset` counts characters from the
+  beginning of the choice's `text`.
+- The choice of sample k of prompt i in completions has index i·n + k.
+- With `max_tokens` 0 in completions no token is made: `echo` and `logprobs` then score a prompt.
+- A prompt is too long when it leaves no room for one token: 400, `context_length_exceeded`, with both
+  numbers. `max_tokens` is never too large.
+
+A stream is server-sent events: in chat the role of each choice, then deltas, then a chunk with the
+`finish_reason`; with `include_usage` a last chunk with `usage` and no choices; `data: [DONE]`. Comments
+(`: keep-alive`) come in every silence, from acceptance on. A failure after the start is an event with
+the error object, then `[DONE]`. Tokens that came while a client did not read are put together into one
+chunk.
+
+## Errors
+
+`{"error": {"message", "type", "param", "code"}}` with these statuses:
+
+"""
+
+
+def _range(schema: dict[str, Any]) -> str:
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    high = schema.get("maximum")
+    if low is None or low < -(2**50):
+        return ""
+    above = "above " if "exclusiveMinimum" in schema else ""
+    return f", {above}{low} to {high}" if high is not None and abs(high) < 2**50 else f", from {low}"
+
+
+def _shape(schema: dict[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    for names in ("anyOf", "oneOf"):
+        if names in schema:
+            kinds = [_shape(item) for item in schema[names] if item.get("type") != "null"]
+            return " or ".join(dict.fromkeys(kinds))
+    if "$ref" in schema:
+        return schema["$ref"].rpartition("/")[2]
+    if "enum" in schema:
+        return ""
+    kind = schema.get("type", "any")
+    if kind == "array":
+        size = f" (at most {schema['maxItems']})" if "maxItems" in schema else ""
+        return f"list of {_shape(schema['items'])}{size}"
+    if kind == "string" and "maxLength" in schema:
+        return f"string (at most {schema['maxLength']} characters)"
+    return {"object": "object"}.get(kind, kind) + _range(schema)
+
+
+def _field_rows(shape: type[BaseModel], without: type[BaseModel] = BaseModel) -> Iterable[list[str]]:
+    """A row a field, supported ones first, without those of another model."""
+    properties: dict[str, Any] = shape.model_json_schema()["properties"]
+    refused = refused_fields(shape)
+    for name, item in shape.model_fields.items():
+        if name not in refused and name not in without.model_fields:
+            needed = " (required)" if item.is_required() else ""
+            yield [f"`{name}`", "supported", _shape(properties[name]) + needed, item.description or ""]
+    for name, mark in refused.items():
+        if name in without.model_fields:
+            continue
+        harmless = ", ".join(f"`{json.dumps(value)}`" for value in mark.harmless)
+        yield [f"`{name}`", "refused", f"but {harmless}" if harmless else "", mark.why]
+
+
+def api_page() -> str:
+    """Text of docs/api.md: every field of every request."""
+    text = "# API\n\n" + NOTE + API_INTRODUCTION
+    rows = [[f"`{method.upper()} {path}`", summary] for (path, method), (summary, *_) in OPERATIONS.items()]
+    text += _table(["endpoint", "meaning"], rows) + "\n"
+    head = ["field", "", "type", "meaning"]
+    text += "## Chat and completions\n\n" + _table(head, _field_rows(SamplingFields)) + "\n"
+    for (path, _), (_, body, *_) in OPERATIONS.items():
+        if body is not None:
+            own = _table(
+                head, _field_rows(body, SamplingFields if issubclass(body, SamplingFields) else BaseModel)
+            )
+            text += f"## POST {path}\n\n{own}\n"
+    text += "### Parts\n\n"
+    for shape in (Message, ContentPart, StreamOptions):
+        text += f"`{shape.__name__}`: {(shape.__doc__ or '').strip()}\n\n"
+        text += _table(head, _field_rows(shape)) + "\n"
+    text += "### Ignored\n\n" + _table(
+        ["field", "why"], ([f"`{name}`", why] for name, why in IGNORED.items())
+    )
+    return text + "\n" + API_REPLIES + _table(["status", "when"], ([*row] for row in ERRORS.items()))
+
+
+PAGES = {"options.md": options_page, "commands.md": commands_page, "api.md": api_page}
 
 
 def main() -> None:

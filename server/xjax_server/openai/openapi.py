@@ -34,7 +34,7 @@ OPERATIONS: dict[tuple[str, str], tuple[str, Shape | None, Shape, Shape | None]]
     ("/tokenize", "post"): ("Turn text or messages into token ids", TokenizeRequest, Tokens, None),
     ("/detokenize", "post"): ("Turn token ids into text", DetokenizeRequest, Text, None),
 }  # fmt: skip
-_ERRORS = {
+ERRORS = {
     "400": "the request cannot be served as it is",
     "401": "no key, or a wrong one",
     "404": "no such model",
@@ -88,7 +88,7 @@ def _operation(
         content["text/event-stream"] = {"schema": {"type": "string", "description": note}}
     errors = {
         status: {"description": text, "content": {"application/json": {"schema": _ref(ErrorReply)}}}
-        for status, text in _ERRORS.items()
+        for status, text in ERRORS.items()
         if body is not None or status in ("401", "404", "503")
     }
     found: dict[str, Any] = {

@@ -40,7 +40,8 @@ IGNORED = {
     "parallel_tool_calls": "of no meaning without tools",
     "verbosity": "a hint to models trained with it",
     "cache_salt": "no pages are shared between requests yet",
-    "length_penalty, early_stopping": "of no meaning without beam search",
+    "length_penalty": "of no meaning without beam search",
+    "early_stopping": "of no meaning without beam search",
     "spaces_between_special_tokens": "text is the sum of its tokens' bytes",
     "request_id": "ids are made by the server",
 }
@@ -128,7 +129,9 @@ class Message(BaseModel):
 
     model_config = OPEN | ConfigDict(json_schema_extra=_NEEDS_CONTENT)
 
-    role: Annotated[str, Field(min_length=1)]
+    role: Annotated[
+        str, Field(min_length=1, description="what the template knows: system, user, assistant, tool")
+    ]
     content: Annotated[
         Annotated[None, Tag("=null")]
         | Annotated[str, Tag("=text")]
