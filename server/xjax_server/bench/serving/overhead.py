@@ -65,7 +65,7 @@ class _Child:
 
 
 def measure_overhead(plan: OverheadPlan) -> list[dict[str, Any]]:
-    """For each number of streams and both servers: processor time a token, delay a token, requests a second."""
+    """For each number of streams and both servers: processor time and delay of a token, requests a second."""
     found: dict[tuple[int, str], dict[str, list[float]]] = {}
     for is_paced in (True, False):
         children = {kind: _Child(kind, plan.seconds if is_paced else 0.0) for kind in KINDS}
