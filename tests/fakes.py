@@ -9,14 +9,14 @@ is the engine's loop around a scheduler.
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from xjax.config import SchedulerConfig
 from xjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
-from xjax.scheduler import Plan, Scheduler, StepResult
+from xjax.scheduler import Plan, Scheduler, ScoreArrays, StepResult
 
 POISON = 0xDEADBEEF
 FLOAT_COLUMNS = (
@@ -268,14 +268,13 @@ class FakeDevice:
         if not plan.full:
             return StepResult(token, flags)
         found = [self.model.logprobs(entry, target, 20) for entry, target in targets]
-        return StepResult(
-            token,
-            flags,
+        scores = ScoreArrays(
             logprob=np.array([item.logprob for item in found], np.float32),
             rank=np.array([item.rank for item in found], np.int32),
             top_ids=np.array([[i for i, _ in item.top] for item in found], np.int32),
             top_logprobs=np.array([[value for _, value in item.top] for item in found], np.float32),
         )
+        return StepResult(token, flags, lambda: scores)
 
 
 class FakeLoop:
@@ -335,7 +334,7 @@ class FakeLoop:
         self._emit(self.scheduler.expire(self.now))
         if not self._lookahead:
             self._settle()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.now)
         current = self._dispatch(plan) if plan is not None else None
         previous, self._pending = self._pending, current
         self._commit(previous)
@@ -381,7 +380,7 @@ class FakeLoop:
             return
         self._emit(self.scheduler.commit(plan, result))
 
-    def _emit(self, events: list[TokenEvent]) -> None:
+    def _emit(self, events: Iterable[TokenEvent]) -> None:
         for event in events:
             self.events.append(event)
             self.on_event(event)

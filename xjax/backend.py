@@ -39,3 +39,7 @@ class Backend(Protocol):
     def stats(self) -> Mapping[str, float]:
         """Counters and gauges by name."""
         ...
+
+    def failure(self) -> str | None:
+        """Why nothing is served any more, in one line; None while requests are taken."""
+        ...

@@ -245,6 +245,7 @@ class TokenEvent(NamedTuple):
                       first None
     error             one line, when finish_reason is ERROR
     num_cached_tokens prompt tokens whose pages were reused; set on the first event
+    queue_seconds     from the request's arrival to its first step; set on the first event
     """
 
     request_id: str
@@ -256,3 +257,4 @@ class TokenEvent(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: str | None = None
     num_cached_tokens: int | None = None
+    queue_seconds: float | None = None

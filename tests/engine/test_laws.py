@@ -73,14 +73,14 @@ def _view(vector, shape):
 
 def _spoil(patch, change):
     """Change packed vectors: `change(view, plan, page_size)`."""
-    whole = loop.pack
+    whole = loop.Packer.__call__
 
-    def pack(plan, shape, *, page_size):
-        vector = whole(plan, shape, page_size=page_size)
-        change(_view(vector, shape), plan, page_size)
+    def pack(self, plan, shape):
+        vector = whole(self, plan, shape).copy()
+        change(_view(vector, shape), plan, self._config.page_size)
         return vector
 
-    patch.setattr(loop, "pack", pack)
+    patch.setattr(loop.Packer, "__call__", pack)
 
 
 def break_one_page_wrong(patch):

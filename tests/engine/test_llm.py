@@ -9,13 +9,15 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from tests.engine.tiny_folder import CONTEXT, make_tokenizer, write_folder
-from xjax import LLM, EngineError, LoadError, RequestError, SamplingParams
+from xjax import LLM, EngineError, LoadError, Request, RequestError, SamplingParams
 from xjax.engine import outputs
 from xjax.engine.build import set_threads
+from xjax.engine.pack import largest_shapes, shapes_of
 
 pytestmark = pytest.mark.device
 
@@ -448,3 +450,67 @@ def test_on_result_cannot_wait_for_its_own_thread(llm, caplog):
     with pytest.raises(RequestError, match="on_result must not wait"):
         llm.generate("a", GREEDY, on_result=lambda i, result: llm.generate("b", GREEDY))
     assert llm.generate("a", GREEDY)[0].error is None
+
+
+def test_wait_ready_compiles_what_a_server_needs_and_then_counts_compiles(folder):
+    with LLM(folder, **OPTIONS) as llm:
+        shapes = shapes_of(llm.plan.scheduler)
+        assert llm.max_model_len == min(CONTEXT, llm.engine.longest)
+        llm.wait_ready()
+        assert set(largest_shapes(llm.plan.scheduler)) <= set(llm.engine.table.ready)
+        for shape in shapes:
+            assert llm.engine.table.find(shape) is not None or shape.full
+        for _ in range(600):
+            if llm.engine.metrics.compiles is not None:
+                break
+            time.sleep(0.1)
+        assert set(shapes) <= set(llm.engine.table.ready)
+        llm.generate(["one", "two"], GREEDY.replace(logprobs=2))
+        llm.generate("three", GREEDY)
+        before = llm.stats()["compiles_after_warmup"]
+        jax.jit(lambda x: x * 3 + 1)(np.ones(3, np.float32)).block_until_ready()
+        assert llm.stats()["compiles_after_warmup"] == before + 1
+        assert before <= 1  # the mask of the full steps goes to the device once
+
+
+def test_steps_are_counted_by_their_time(llm):
+    before = llm.stats()
+    llm.generate("one", GREEDY.replace(max_tokens=5))
+    after = llm.stats()
+    steps = after["engine_steps"] - before["engine_steps"]
+    assert steps >= 5
+    for name in ("step_seconds", "host_seconds"):
+        assert after[f"{name}_count"] - before[f"{name}_count"] == steps
+        assert after[f"{name}_sum"] > before[f"{name}_sum"]
+        bounds = [key for key in after if key.startswith(f"{name}_le_")]
+        counts = [after[key] for key in bounds]
+        assert counts == sorted(counts) and counts[-1] <= after[f"{name}_count"]
+        assert [float(key.rpartition("_")[2]) for key in bounds] == sorted(
+            float(key.rpartition("_")[2]) for key in bounds
+        )
+
+
+def test_the_first_event_tells_of_the_queue(folder):
+    """One row and two requests: the second waits for as long as the first runs."""
+    with LLM(folder, **{**OPTIONS, "max_num_seqs": 1}) as llm:
+        llm.generate("warm", GREEDY)
+        events, done = {"a": [], "b": []}, threading.Event()
+
+        def sink(event):
+            events[event.request_id].append((time.monotonic(), event))
+            if event.request_id == "b" and event.finish_reason is not None:
+                done.set()
+
+        ids = tuple(llm.front.encode_prompt("one"))
+        arrival = time.monotonic()
+        for name in events:
+            sampling = GREEDY.replace(seed=1, max_tokens=60)
+            request = Request(request_id=name, prompt_ids=ids, sampling=sampling, arrival=arrival)
+            llm.engine.submit(request, sink)
+        assert done.wait(60)
+        for got in events.values():
+            assert [event.queue_seconds is None for _, event in got] == [False] + [True] * (len(got) - 1)
+        (first, a), (last, _) = events["a"][0], events["a"][-1]
+        (begun, b) = events["b"][0]
+        assert 0 <= a.queue_seconds <= first - arrival
+        assert (last - first) * 0.5 < b.queue_seconds <= begun - arrival

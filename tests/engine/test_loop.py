@@ -197,11 +197,19 @@ def test_a_defect_of_the_loop_ends_every_request(llama_kit, monkeypatch, caplog)
     client = Client(engine)
     answers = [client.start(prompt(9), LONG) for _ in range(6)]
     answers[0].first.wait(30)
-    monkeypatch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
+    monkeypatch.setattr(engine._scheduler, "plan", lambda now: 1 / 0)
     assert all("ZeroDivisionError" in answer.wait(10)[0].error for answer in answers)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         client.start(prompt(3), GREEDY)
+    assert "ZeroDivisionError" in engine.failure()
     engine.close()
+
+
+def test_failure_tells_why_nothing_is_served(llama_kit):
+    engine = llama_kit.engine()
+    assert engine.failure() is None
+    engine.close()
+    assert engine.failure() == "the engine was closed"
 
 
 def test_abort_in_every_state(llama_engine):

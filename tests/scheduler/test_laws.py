@@ -20,6 +20,7 @@ NUM_TRACES = 240
 PARTS = 4
 # Each must happen at least this often over all traces, or they prove less than they say.
 MINIMA = {
+    "repeats": 1000,
     "preemptions": 60,
     "recomputed_tokens": 600,
     "chunk_splits": 1000,
@@ -149,6 +150,35 @@ def break_known_token_is_old(patch):
     patch.setattr(builder, "_known_token", lambda s: s.last_token)
 
 
+def break_repeat_knows_old_tokens(patch):
+    whole = Planner.again
+
+    def again(self, last):
+        found = whole(self, last)
+        return found and dataclasses.replace(found, known=[s.last_token for s in last.sequences])
+
+    patch.setattr(Planner, "again", again)
+
+
+def break_repeat_with_old_tables(patch):
+    whole = scheduler.repeat_plan
+
+    def repeat(last, *args, **kwargs):
+        return dataclasses.replace(whole(last, *args, **kwargs), tables=last.tables)
+
+    patch.setattr(scheduler, "repeat_plan", repeat)
+
+
+def break_repeat_is_not_pending(patch):
+    whole = scheduler.repeat_plan
+
+    def repeat(last, *args, **kwargs):
+        made = whole(last, *args, **kwargs)
+        return dataclasses.replace(made, positions=made.positions - (made.pending > 0))
+
+    patch.setattr(scheduler, "repeat_plan", repeat)
+
+
 def break_share_without_reference(patch):
     def adopt(self, sequence, book):
         if self.shared is not None and sequence.prompt_logprobs is None:
@@ -215,9 +245,21 @@ def break_min_tokens(patch):
 
 
 def break_last_token_early(patch):
-    patch.setattr(
-        Sequence, "is_exhausted", property(lambda self: self.num_expected_output + 1 >= self.max_tokens)
-    )
+    def early(whole):
+        def draft(self, given):
+            running = tuple(self._roster.running)
+            for sequence in running:
+                sequence.max_tokens -= 1
+            try:
+                return whole(self, given)
+            finally:
+                for sequence in running:
+                    sequence.max_tokens += 1
+
+        return draft
+
+    patch.setattr(Planner, "_draft_decodes", early(Planner._draft_decodes))
+    patch.setattr(Planner, "again", early(Planner.again))
 
 
 def break_victim_is_the_oldest(patch):

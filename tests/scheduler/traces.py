@@ -5,6 +5,7 @@ A trace is a function of its seed. `run_trace` raises AssertionError at the firs
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -215,7 +216,7 @@ def _count_ends_in_line(scheduler: Scheduler, run: Run) -> None:
     """Count sequences whose last token is read after they were preempted."""
     commit = scheduler.commit
 
-    def counting(plan: Plan, result: StepResult) -> list[TokenEvent]:
+    def counting(plan: Plan, result: StepResult) -> Iterable[TokenEvent]:
         waiting = [item for item in plan.sequences if item.status is Status.WAITING and item.in_flight]
         events = commit(plan, result)
         run.counts["ends_in_line"] += sum(item.status is Status.FINISHED for item in waiting)
@@ -237,7 +238,7 @@ def _check_pages_at_once(scheduler: Scheduler) -> None:
 def _check_oldest(plan: Plan | None, oldest: list, run: Run) -> None:
     """The oldest that ran, or one before it, is in the plan, unless its last token is under way."""
     for sequence in oldest:
-        if sequence.status is not Status.FINISHED and not sequence.is_exhausted:
+        if sequence.status is not Status.FINISHED and sequence.num_expected_output < sequence.max_tokens:
             in_plan = plan is not None and any(item.order <= sequence.order for item in plan.sequences)
             assert in_plan, "the oldest does not progress"
             run.counts["oldest_checked"] += 1

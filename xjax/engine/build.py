@@ -139,7 +139,7 @@ def plan_engine(
         available=available_bytes(device) + weights if available is None else available,
         weights=weights,
         activations=activation_bytes(model, shapes) + widened_bytes(model, device.platform),
-        num_programs=len(shapes.decode_rows) + len(shapes.prefill),
+        num_programs=2 * (len(shapes.decode_rows) + len(shapes.prefill)),  # plain and full bodies
         max_model_len=longest,
         max_num_seqs=options.max_num_seqs,
         page_size=options.page_size,

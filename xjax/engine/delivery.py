@@ -8,7 +8,7 @@ raises is not called again. Knows no engine: what to do about a failed sink is a
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -35,7 +35,7 @@ class Delivery:
     def __init__(self, on_failed: Callable[[str], None]) -> None:
         self._on_failed = on_failed
         self._receivers: dict[str, _Receiver] = {}
-        self._queue: SimpleQueue[list[TokenEvent] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Iterable[TokenEvent] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="xjax-output", daemon=True)
         self._thread.start()
 
@@ -52,7 +52,7 @@ class Delivery:
         assert request_id not in self._receivers
         self._receivers[request_id] = _Receiver(sink, set(range(num_samples)))
 
-    def put(self, events: list[TokenEvent]) -> None:
+    def put(self, events: Iterable[TokenEvent]) -> None:
         """Queue events; returns at once."""
         if events:
             self._queue.put(events)

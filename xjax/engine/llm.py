@@ -10,8 +10,10 @@ Everything heavy is made by `engine.build`; this is the text front around it.
 import itertools
 import logging
 import operator
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +36,7 @@ from xjax.engine.build import (
     with_defaults,
 )
 from xjax.engine.outputs import Batch, RequestOutput, ResultBuilder, Stream, failed
+from xjax.engine.pack import largest_shapes, shapes_of
 from xjax.errors import CapacityError, LoadError, RequestError, XjaxError
 from xjax.request import Request, SamplingParams
 from xjax.text.answer import Answer, Delta
@@ -220,6 +223,29 @@ class LLM:
         """Sampling as the model's generation_config recommends it."""
         defaults: dict[str, Any] = self.generation_defaults
         return SamplingParams(**defaults)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt plus answer that the longest single request may have."""
+        return self.engine.longest
+
+    def wait_ready(self) -> None:
+        """Compile every step that a server can need; return as soon as any plain request can be served.
+
+        Raises LoadError for a program that fails the audit and EngineError for one that cannot be compiled.
+        """
+        config, table = self.plan.scheduler, self.engine.table
+        shapes = shapes_of(config)
+        first = largest_shapes(config)
+        table.prepare([*first, *(shape for shape in shapes if shape not in first)])
+        table.wait(first)
+
+        def watch() -> None:
+            with suppress(XjaxError):
+                table.wait(shapes)
+                self.engine.metrics.end_warm_up()
+
+        threading.Thread(target=watch, name="xjax-warm-up", daemon=True).start()
 
     def stats(self) -> Mapping[str, float]:
         """Counters and gauges of the engine."""

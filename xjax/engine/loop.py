@@ -24,7 +24,7 @@ from xjax.backend import EventSink
 from xjax.config import SchedulerConfig
 from xjax.engine.delivery import Delivery
 from xjax.engine.metrics import EngineMetrics
-from xjax.engine.pack import first_shapes, pack, shape_of, unpack_result
+from xjax.engine.pack import Packer, first_shapes, unpack_result
 from xjax.engine.warmup import Program, ProgramTable
 from xjax.errors import CapacityError, EngineError, LoadError, RequestError, XjaxError
 from xjax.request import Request, TokenEvent
@@ -73,7 +73,11 @@ class Engine:
         self._params = params
         self._allocate = allocate
         self._state: EngineState | None = allocate()
+        device = next(iter(jax.tree.leaves(self._state)[0].devices()))
+        # Where results lie in reach, asking for them ahead only costs the wake-up of a thread.
+        self._copies_ahead = device.platform != "cpu"
         self._scheduler = Scheduler(config)
+        self._pack = Packer(config)
         self._vocab_size = vocab_size
         self._lookahead = lookahead
         self._commands: deque[Callable[[], list[TokenEvent]]] = deque()
@@ -81,7 +85,6 @@ class Engine:
         self._wake = threading.Condition()
         self._masks: dict[tuple[int, int], jax.Array] = {}
         self._under_way: deque[_UnderWay] = deque()
-        self._last_read = self._worked = 0.0
         self._is_stopping = False
         self._failure: str | None = None
         self._delivery = Delivery(self.abort)
@@ -117,7 +120,7 @@ class Engine:
         self._check(request)
         with self._wake:
             if self._is_stopping:
-                raise EngineError(f"the engine has stopped: {self._failure or 'it was closed'}")
+                raise EngineError(f"the engine has stopped: {self.failure()}")
             if request.request_id in self._delivery:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
             limit = self.config.max_queue
@@ -140,6 +143,10 @@ class Engine:
         """Counters and gauges of scheduler and engine by name."""
         return {**self._scheduler.stats(), **self.metrics.snapshot(), **self.table.stats()}
 
+    def failure(self) -> str | None:
+        """Why nothing is served any more; see `Backend.failure`."""
+        return (self._failure or "the engine was closed") if self._is_stopping else None
+
     def close(self) -> None:
         """Stop and let go of parameters and state; requests still alive end with an error."""
         with self._wake:
@@ -150,6 +157,7 @@ class Engine:
         self._delivery.close()
         self._params, self._state = None, None
         self._masks.clear()
+        self.metrics.close()
         atexit.unregister(self.close)
 
     def _command(self, command: Callable[[], list[TokenEvent]]) -> None:
@@ -184,7 +192,7 @@ class Engine:
         with self._wake:
             self._is_stopping = True
         self._under_way.clear()
-        self._delivery.fail_all(f"the engine has stopped: {self._failure or 'it was closed'}")
+        self._delivery.fail_all(f"the engine has stopped: {self.failure()}")
 
     def _turn(self) -> None:
         self._drain()
@@ -197,7 +205,7 @@ class Engine:
         if not self._lookahead:
             self._collect_down_to(0)
         began = time.perf_counter()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(time.monotonic())
         if plan is None and not self._under_way:
             with self._wake:  # every live sequence waits for something outside
                 if not self._commands and not self._is_stopping:
@@ -229,10 +237,11 @@ class Engine:
             if program is None:
                 return False
             began, shape = time.perf_counter(), program.shape
-            vector = pack(plan, shape, page_size=self.config.page_size)
+            vector = self._pack(plan, shape)
             arguments = (vector, self._all_allowed(shape)) if shape.full else (vector,)
             self._state, output = program.call(self._params, self._state, *arguments)
-            output.copy_to_host_async()
+            if self._copies_ahead:
+                output.copy_to_host_async()
         except LoadError:
             raise  # a program that fails the audit: nothing can be served
         except Exception as error:  # noqa: BLE001  whatever a step raises ends that step alone
@@ -245,7 +254,7 @@ class Engine:
 
     def _program(self, plan: Plan) -> Program | None:
         """The program for a plan. Commands go on while it is compiled; None when they left nothing to run."""
-        shape, state = shape_of(plan, self.config), self._state
+        shape, state = self._pack.shape_of(plan), self._state
         while (program := self.table.find(shape)) is None:
             self._collect_down_to(0)
             self._drain()
@@ -274,12 +283,9 @@ class Engine:
         read = time.perf_counter()
         result = unpack_result(output, step.shape, step.plan, vocab_size=self._vocab_size)
         self._delivery.put(self._scheduler.commit(step.plan, result))
-        seconds = read - max(self._last_read, step.dispatched)
-        self._last_read = read
+        host = step.host_seconds + time.perf_counter() - read
+        seconds = self.metrics.note_step(step.dispatched, read, host, time.thread_time())
         self._scheduler.observe(step.plan, seconds)
-        worked = time.thread_time()
-        self.metrics.note_step(step.host_seconds + time.perf_counter() - read, worked - self._worked, seconds)
-        self._worked = worked
 
     def _step_failed(self, plan: Plan, error: Exception) -> None:
         self.metrics.num_failed_steps += 1

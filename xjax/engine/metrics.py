@@ -4,8 +4,10 @@ Written by the engine thread, read by anyone; a reader may see numbers of two ne
 """
 
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import jax
 
@@ -30,6 +32,32 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._hear)
 
 
+class Histogram:
+    """Counts of values up to each bound, in the form that Prometheus keeps them."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def snapshot(self, name: str) -> dict[str, float]:
+        """`name`_le_`bound`: values up to it; `name`_sum, `name`_count: of all."""
+        running = list(accumulate(self._counts))
+        found: dict[str, float] = {
+            f"{name}_le_{bound:g}": count for bound, count in zip(self._bounds, running, strict=False)
+        }
+        return {**found, f"{name}_sum": self._sum, f"{name}_count": running[-1]}
+
+
+_STEP_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_HOST_BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
+
+
 class EngineMetrics:
     """Running totals, and the last steps' times for medians.
 
@@ -37,6 +65,7 @@ class EngineMetrics:
     work_seconds   of each recent step: processor time of the engine's thread, which unlike
                    host_seconds does not grow when others hold the processors
     step_seconds   of each recent step: from one result to the next
+    compiles       counts backend compiles from the end of the warm-up on
     """
 
     def __init__(self) -> None:
@@ -45,25 +74,47 @@ class EngineMetrics:
         self.host_seconds: deque[float] = deque(maxlen=512)
         self.work_seconds: deque[float] = deque(maxlen=512)
         self.step_seconds: deque[float] = deque(maxlen=512)
-        self.host_seconds_total = 0.0
+        self.compiles: CompileCounter | None = None
+        self._steps, self._hosts = Histogram(_STEP_BOUNDS), Histogram(_HOST_BOUNDS)
+        self._last_read = self._worked = 0.0
 
-    def note_step(self, host: float, work: float, total: float) -> None:
-        """Take in one finished step, times in seconds."""
+    def note_step(self, dispatched: float, read: float, host: float, worked: float) -> float:
+        """Take in one finished step and return how long it took; all in seconds.
+
+        dispatched, read   when it was started and when its result was there, on one clock
+        host               spent on it by the host
+        worked             processor time of the engine's thread so far
+        """
+        seconds = read - max(self._last_read, dispatched)
         self.num_steps += 1
         self.host_seconds.append(host)
-        self.work_seconds.append(work)
-        self.step_seconds.append(total)
-        self.host_seconds_total += host
+        self.work_seconds.append(worked - self._worked)
+        self.step_seconds.append(seconds)
+        self._hosts.add(host)
+        self._steps.add(seconds)
+        self._last_read, self._worked = read, worked
+        return seconds
+
+    def end_warm_up(self) -> None:
+        """From now on no compile is expected, and each is counted."""
+        self.compiles = self.compiles or CompileCounter()
+
+    def close(self) -> None:
+        """Let go of what is global to the process."""
+        if self.compiles is not None:
+            self.compiles.close()
 
     def snapshot(self) -> Mapping[str, float]:
         """All of it by name; medians in seconds."""
         return {
             "engine_steps": self.num_steps,
             "failed_steps": self.num_failed_steps,
-            "host_seconds_total": self.host_seconds_total,
+            "compiles_after_warmup": self.compiles.count if self.compiles is not None else 0,
             "host_seconds_median": _median(self.host_seconds),
             "work_seconds_median": _median(self.work_seconds),
             "step_seconds_median": _median(self.step_seconds),
+            **self._steps.snapshot("step_seconds"),
+            **self._hosts.snapshot("host_seconds"),
         }
 
 

@@ -3,6 +3,7 @@
 The only place that knows both the plan and the packed layout. numpy alone.
 """
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
@@ -11,12 +12,12 @@ import numpy as np
 
 from xjax.config import SchedulerConfig
 from xjax.engine.step import output_fields
-from xjax.scheduler import Plan, StepResult
+from xjax.scheduler import Plan, ScoreArrays, StepResult
 from xjax.scheduler.chunks import choose_prefill
 from xjax.state.batch import BatchShape, Packed
 from xjax.state.recurrent import zero_slot
 
-__all__ = ["first_shapes", "pack", "shape_of", "shapes_of", "unpack_result"]
+__all__ = ["Packer", "first_shapes", "largest_shapes", "pack", "shape_of", "shapes_of", "unpack_result"]
 
 
 def shape_of(plan: Plan, config: SchedulerConfig) -> BatchShape:
@@ -35,6 +36,16 @@ def shapes_of(config: SchedulerConfig) -> list[BatchShape]:
         found += [_shape(config, shapes.decode_rows[-1], i, full=full) for i in range(len(shapes.prefill))]
         found += [_shape(config, rows, None, full=full) for rows in shapes.decode_rows]
     return found
+
+
+def largest_shapes(config: SchedulerConfig) -> list[BatchShape]:
+    """The plain mixed and decode shapes that every plain step fits into."""
+    shapes = config.shapes
+    last = len(shapes.prefill) - 1
+    return [
+        _shape(config, shapes.decode_rows[-1], last, full=False),
+        _shape(config, shapes.decode_rows[-1], None, full=False),
+    ]
 
 
 def first_shapes(
@@ -76,11 +87,69 @@ def _shape(config: SchedulerConfig, rows: int, prefill_id: int | None, *, full: 
     )
 
 
+class Packer:
+    """Packs one plan after the other; where rows go on as they were, only what moved is written anew.
+
+    A vector may be written again when nobody but the packer refers to it: JAX holds what a step that
+    has not run yet reads.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._shapes: dict[tuple[int, tuple[int, int] | None, bool], BatchShape] = {}
+        self._columns: object = None
+        self._made: list[tuple[Packed, int]] = []  # of the same rows, with the references of an idle one
+
+    def shape_of(self, plan: Plan) -> BatchShape:
+        """The shape that a plan asks for; see the function of that name."""
+        key = (plan.num_rows, plan.prefill, plan.full)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = shape_of(plan, self._config)
+        return shape
+
+    def __call__(self, plan: Plan, shape: BatchShape) -> np.ndarray:
+        """Fill the vector of a shape; see `pack`."""
+        page_size = self._config.page_size
+        if self._made and plan.columns is self._columns and self._made[0][0].shape == shape:
+            packed = self._idle()
+            rows = len(plan.sequences)
+            packed.table[:, :rows] = plan.tables
+            _pack_positions(packed, plan, page_size)
+            if shape.full:
+                packed.pending[:rows] = plan.pending
+            _pack_recurrent(packed, plan)
+            return packed.vector
+        packed = _packed(plan, shape, page_size)
+        self._columns, self._made = plan.columns, []
+        self._keep(packed)
+        return packed.vector
+
+    def _idle(self) -> Packed:
+        """A packed step of the same rows to write into."""
+        for packed, references in self._made:
+            if sys.getrefcount(packed.vector) == references:
+                return packed
+        packed = Packed(self._made[0][0].shape, self._made[0][0].vector)
+        self._keep(packed)
+        return packed
+
+    def _keep(self, packed: Packed) -> None:
+        for name in ("table", "token_id", "position", "write", "kv_length", "sample_position", "pending",
+                     "recurrent_read", "recurrent_write"):  # fmt: skip
+            getattr(packed, name)  # each view refers to the vector, so they are made before it is counted
+        self._made.append((packed, sys.getrefcount(packed.vector)))
+
+
 def pack(plan: Plan, shape: BatchShape, *, page_size: int) -> np.ndarray:
     """Fill the vector of a shape, which may be larger than the plan's own.
 
     returns  [packed_length(shape)] int32, fresh
     """
+    return _packed(plan, shape, page_size).vector
+
+
+def _packed(plan: Plan, shape: BatchShape, page_size: int) -> Packed:
     packed = Packed(shape)
     rows = len(plan.sequences)
     packed.slot[:rows] = plan.slots
@@ -88,28 +157,38 @@ def pack(plan: Plan, shape: BatchShape, *, page_size: int) -> np.ndarray:
     _pack_decodes(packed, plan, page_size)
     _pack_chunks(packed, plan, page_size)
     _pack_sampled(packed, plan)
-    if shape.has_recurrent and plan.recurrent_fresh is not None:
-        zero = zero_slot(shape.trash_row)
+    _pack_recurrent(packed, plan)
+    return packed
+
+
+def _pack_recurrent(packed: Packed, plan: Plan) -> None:
+    if packed.shape.has_recurrent and plan.recurrent_fresh is not None:
+        rows, zero = len(plan.sequences), zero_slot(packed.shape.trash_row)
         packed.recurrent_read[:rows] = np.where(plan.recurrent_fresh, zero, plan.slots)
         packed.recurrent_write[:rows] = plan.slots
-    return packed.vector
 
 
 def _pack_decodes(packed: Packed, plan: Plan, page_size: int) -> None:
     count = plan.num_decode
     if not count:
         return
-    positions = plan.positions
+    _pack_positions(packed, plan, page_size)
+    rows = np.arange(count, dtype=np.int32)
+    packed.row_of[:count] = rows
+    packed.query_start[:count] = rows
+    packed.query_length[:count] = 1
+    packed.sample_token[:count] = rows
+
+
+def _pack_positions(packed: Packed, plan: Plan, page_size: int) -> None:
+    """What moves from one step of decoding rows to the next."""
+    positions, count = plan.positions, plan.num_decode
+    page, inside = np.divmod(positions, page_size)
     packed.token_id[:count] = plan.token_ids
     packed.position[:count] = positions
-    packed.row_of[:count] = np.arange(count, dtype=np.int32)
-    pages = plan.tables[:, np.arange(count), positions // page_size]
-    packed.write[:, :count] = pages * page_size + positions % page_size
-    packed.query_start[:count] = np.arange(count, dtype=np.int32)
-    packed.query_length[:count] = 1
-    packed.kv_length[:count] = positions + 1
-    packed.sample_token[:count] = np.arange(count, dtype=np.int32)
-    packed.sample_position[:count] = positions + 1
+    pages = plan.tables[:, np.arange(count), page]
+    packed.write[:, :count] = pages * page_size + inside
+    packed.kv_length[:count] = packed.sample_position[:count] = positions + 1
 
 
 def _pack_chunks(packed: Packed, plan: Plan, page_size: int) -> None:
@@ -166,16 +245,14 @@ def _pack_sampled(packed: Packed, plan: Plan) -> None:
 
 
 @lru_cache(maxsize=256)
-def _output_places(
-    shape: BatchShape, vocab_size: int
-) -> tuple[tuple[str, int, int, type, tuple[int, ...]], ...]:
-    """Name, start, stop, numpy type and dims of each part of the output vector."""
-    places, at = [], 0
+def _output_places(shape: BatchShape, vocab_size: int) -> dict[str, tuple[int, int, type, tuple[int, ...]]]:
+    """Start, stop, numpy type and dims of each part of the output vector by its name."""
+    places, at = {}, 0
     for name, kind, dims in output_fields(shape, vocab_size):
         size = prod(dims)
-        places.append((name, at, at + size, kind, dims))
+        places[name] = (at, at + size, kind, dims)
         at += size
-    return tuple(places)
+    return places
 
 
 def unpack_result(output: np.ndarray, shape: BatchShape, plan: Plan, *, vocab_size: int) -> StepResult:
@@ -183,11 +260,17 @@ def unpack_result(output: np.ndarray, shape: BatchShape, plan: Plan, *, vocab_si
 
     output   [output length of shape] int32
     """
-    values = {
-        name: output[start:stop].view(kind).reshape(dims)
-        for name, start, stop, kind, dims in _output_places(shape, vocab_size)
-    }
+    places = _output_places(shape, vocab_size)
+    keep = None
     if shape.num_rows != plan.num_rows:
         keep = np.r_[0 : plan.num_rows, shape.num_rows : shape.num_sampled]
-        values = {name: value[keep] for name, value in values.items()}
-    return StepResult(**values)
+
+    def part(name: str) -> np.ndarray:
+        start, stop, kind, dims = places[name]
+        value = output[start:stop].view(kind).reshape(dims)
+        return value if keep is None else value[keep]
+
+    def scores() -> ScoreArrays:
+        return ScoreArrays(part("logprob"), part("rank"), part("top_ids"), part("top_logprobs"))
+
+    return StepResult(part("token"), part("flags"), scores if shape.full else None)

@@ -1,6 +1,6 @@
 """Host scheduler: which sequence computes which tokens next. No arrays on a device, no text."""
 
-from xjax.scheduler.plan import Chunk, Plan, StepResult
+from xjax.scheduler.plan import Chunk, Plan, ScoreArrays, StepResult
 from xjax.scheduler.scheduler import Scheduler
 
-__all__ = ["Chunk", "Plan", "Scheduler", "StepResult"]
+__all__ = ["Chunk", "Plan", "Scheduler", "ScoreArrays", "StepResult"]

@@ -1,5 +1,7 @@
 """Makes a frozen `Plan` from the sequences chosen for a step. Copies, decides nothing."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from xjax.config import SchedulerConfig, StepShapes
@@ -8,7 +10,7 @@ from xjax.scheduler.penalties import Pairs
 from xjax.scheduler.plan import Chunk, Plan
 from xjax.scheduler.sequence import Sequence
 
-_NO_TOKEN = -1
+NO_TOKEN = -1
 
 
 class Draft:
@@ -43,6 +45,39 @@ class Draft:
         self.decodes.pop(sequence, None)
         self.chunks.pop(sequence, None)
         self._pairs_left += self._num_pairs.pop(sequence, 0)
+
+
+@dataclass(frozen=True)
+class Again:
+    """The rows of the plan before, all of them one token on.
+
+    computed, pending, known   by row: tokens in pages, tokens under way, the next token's id or -1
+    """
+
+    computed: list[int]
+    pending: list[int]
+    known: list[int]
+
+
+def repeat_plan(last: Plan, again: Again, rows: RowTable, *, step_id: int) -> Plan:
+    """Freeze the next step of rows that only go on."""
+    positions = np.array(again.computed, np.int32)
+    return Plan(
+        step_id=step_id,
+        sequences=last.sequences,
+        num_decode=last.num_decode,
+        num_rows=last.num_rows,
+        prefill=None,
+        full=last.full,
+        slots=last.slots,
+        positions=positions,
+        token_ids=np.array(again.known, np.int32),
+        tables=rows.pages[:, last.slots],
+        samples=last.samples,
+        pending=np.array(again.pending, np.int32),
+        columns=last.columns,
+        recurrent_fresh=positions == 0,
+    )
 
 
 def build_plan(draft: Draft, rows: RowTable, config: SchedulerConfig, *, step_id: int) -> Plan:
@@ -86,7 +121,8 @@ def _extras(sequences: tuple[Sequence, ...], samples: list[bool]) -> tuple[tuple
     for row, sequence in enumerate(sequences):
         if not samples[row]:
             continue
-        wants_logprobs = wants_logprobs or sequence.request.sampling.logprobs is not None
+        if not wants_logprobs:
+            wants_logprobs = sequence.request.sampling.logprobs is not None
         if sequence.penalties is not None:
             own = sequence.penalties.pairs(row, sequence.num_expected_output)
             if own is not None:
@@ -95,7 +131,7 @@ def _extras(sequences: tuple[Sequence, ...], samples: list[bool]) -> tuple[tuple
 
 
 def _known_token(sequence: Sequence) -> int:
-    return _NO_TOKEN if sequence.in_flight else sequence.last_token
+    return NO_TOKEN if sequence.in_flight else sequence.last_token
 
 
 def _chunk(sequence: Sequence, row: int, count: int) -> Chunk:

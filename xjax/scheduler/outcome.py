@@ -1,6 +1,7 @@
 """Reads a step's result into sequences: tokens, log-probabilities and why a sample ends."""
 
-import numpy as np
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from xjax.request import FinishReason, TokenEvent, TokenLogprobs
 from xjax.scheduler.plan import Plan, StepResult
@@ -8,53 +9,100 @@ from xjax.scheduler.sequence import Sequence
 
 
 class Scores:
-    """Log-probabilities of a full step by sampled position, converted once; the best `count` of each."""
+    """Log-probabilities of a full step by sampled position, the best `count` each; made when first read."""
 
     def __init__(self, result: StepResult, count: int) -> None:
-        assert result.logprob is not None and result.rank is not None, "the step was not a full one"
-        assert result.top_ids is not None and result.top_logprobs is not None
-        self._logprobs: list[float] = result.logprob.astype(np.float64).tolist()
-        self._ranks: list[int] = result.rank.tolist()
-        self._top_ids: list[list[int]] = result.top_ids[:, :count].tolist()
-        self._top_logprobs: list[list[float]] = result.top_logprobs[:, :count].tolist()
+        assert result.scores is not None, "the step was not a full one"
+        self._arrays, self._count = result.scores, count
+        self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None
 
     def at(self, place: int, count: int) -> TokenLogprobs:
         """The position's own log-probability and rank, and its best `count`."""
-        best = zip(self._top_ids[place][:count], self._top_logprobs[place][:count], strict=True)
-        return TokenLogprobs(self._logprobs[place], self._ranks[place], tuple(best))
+        if self._lists is None:
+            arrays, most = self._arrays(), self._count
+            best = arrays.top_ids[:, :most].tolist(), arrays.top_logprobs[:, :most].tolist()
+            self._lists = (arrays.logprob.tolist(), arrays.rank.tolist(), *best)
+        logprobs, ranks, ids, values = self._lists
+        top = tuple(zip(ids[place][:count], values[place][:count]))  # noqa: B905
+        return TokenLogprobs(logprobs[place], ranks[place], top)
 
 
 def scores_of(plan: Plan, result: StepResult) -> Scores | None:
     """The log-probabilities of a step, or None when nobody asked for any."""
+    if not plan.full:
+        return None
     wanted = [item.request.sampling.logprobs for item in plan.sequences]
     wanted += [plan.sequences[c.row].request.sampling.prompt_logprobs for c in plan.chunks if c.num_scored]
     counts = [count for count in wanted if count is not None]
-    return Scores(result, max(counts)) if plan.full and counts else None
+    return Scores(result, max(counts)) if counts else None
 
 
-def take_token(sequence: Sequence, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> TokenEvent:
-    """Append a sampled token and tell of it; a finish reason in the event means that the sample must end."""
-    request, sampling = sequence.request, sequence.request.sampling
+class StepEvents:
+    """The events of a step in row order, made while they are iterated: by whoever delivers them.
+
+    tokens     sampled token by row
+    ordinary   rows with a token and nothing else to tell
+    special    events that say more, by row
+    """
+
+    def __init__(self, plan: Plan, tokens: Seq[int], scores: Scores | None) -> None:
+        self._sequences, self._tokens, self._scores = plan.sequences, tokens, scores
+        self.ordinary: list[int] = []
+        self.special: dict[int, TokenEvent] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.ordinary or self.special)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        for row in sorted([*self.ordinary, *self.special]) if self.special else self.ordinary:
+            event = self.special.get(row)
+            if event is None:
+                sequence = self._sequences[row]
+                # By position: names would cost as much again, once for every token of every row.
+                event = TokenEvent(
+                    sequence.request.request_id, sequence.sample_id, (self._tokens[row],), self.logprobs(row)
+                )
+            yield event
+
+    def logprobs(self, row: int) -> tuple[TokenLogprobs, ...]:
+        """The row's log-probabilities, one entry or none."""
+        if self._scores is None:
+            return ()
+        count = self._sequences[row].request.sampling.logprobs
+        return () if count is None else (self._scores.at(row, count),)
+
+
+def take_token(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """Append a sampled token; a reason that is returned means that the sample must end."""
     sequence.append(token_id)
-    reason = None
-    is_eos = token_id in request.eos_ids and not sampling.ignore_eos
-    is_stop = is_eos or token_id in sampling.stop_token_ids
-    if is_stop:
-        reason = FinishReason.STOP
-    elif sequence.num_output >= sequence.max_tokens:
-        reason = FinishReason.LENGTH
-    is_first = not sequence.has_emitted
-    sequence.has_emitted = True
-    scores = sequence.prompt_logprobs
-    return TokenEvent(
+    if token_id in sequence.stop_ids:
+        return FinishReason.STOP
+    if sequence.num_tokens - sequence.num_prompt >= sequence.max_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def special_event(
+    sequence: Sequence, token_id: int, reason: FinishReason | None, logprobs: tuple[TokenLogprobs, ...]
+) -> TokenEvent:
+    """The event of a sample's first or last token."""
+    request = sequence.request
+    event = TokenEvent(
         request_id=request.request_id,
         sample_id=sequence.sample_id,
         token_ids=(token_id,),
         logprobs=logprobs,
         finish_reason=reason,
-        stop_token_id=token_id if is_stop else None,
-        prompt_logprobs=tuple(scores) if is_first and scores is not None else None,
-        num_cached_tokens=0 if is_first else None,
+        stop_token_id=token_id if reason is FinishReason.STOP else None,
+    )
+    if sequence.has_emitted:
+        return event
+    sequence.has_emitted = True
+    scores, admitted = sequence.prompt_logprobs, sequence.admitted
+    return event._replace(
+        prompt_logprobs=None if scores is None else tuple(scores),
+        num_cached_tokens=0,
+        queue_seconds=None if admitted is None else max(admitted - request.arrival, 0.0),
     )
 
 

@@ -5,6 +5,7 @@ the same order, then the prompt positions whose log-probabilities were asked for
 copies of everything the step needs, so later decisions do not change it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,8 @@ class Plan:
     tables          [G, rows, M] int32
     samples         [rows] bool   whether the row's token counts
     pending         [rows] int32   1: a sampled token is still under way
-    columns         sampling parameters by field name, [rows, ...]
+    columns         sampling parameters by field name, [rows, ...]; the very object of the plan before
+                    when only positions, tokens and tables differ from it
     scored_targets  [scored] int32   ids asked about, chunk after chunk
     """
 
@@ -82,20 +84,30 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What came back from the device, numpy, indexed by sampled position.
+class ScoreArrays:
+    """Log-probabilities of a full step, numpy, indexed by sampled position.
 
-    token          [J] int32
-    flags          [J] int32     bit 0: the logits were not finite
-    logprob        [J] float32   full body only, like the rest
+    logprob        [J] float32
     rank           [J] int32
     top_ids        [J, 20] int32
     top_logprobs   [J, 20] float32
     """
 
+    logprob: npt.NDArray[np.float32]
+    rank: npt.NDArray[np.int32]
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came back from the device, numpy, indexed by sampled position.
+
+    token    [J] int32
+    flags    [J] int32   bit 0: the logits were not finite
+    scores   of a full body: gives its log-probabilities; called at most once, maybe on another thread
+    """
+
     token: npt.NDArray[np.int32]
     flags: npt.NDArray[np.int32]
-    logprob: npt.NDArray[np.float32] | None = None
-    rank: npt.NDArray[np.int32] | None = None
-    top_ids: npt.NDArray[np.int32] | None = None
-    top_logprobs: npt.NDArray[np.float32] | None = None
+    scores: Callable[[], ScoreArrays] | None = None

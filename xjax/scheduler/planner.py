@@ -9,7 +9,7 @@ preempted. Only a younger one ever yields to an older one, so the oldest always 
 """
 
 from xjax.config import SchedulerConfig
-from xjax.scheduler.builder import Draft
+from xjax.scheduler.builder import NO_TOKEN, Again, Draft
 from xjax.scheduler.chunks import choose_prefill, divide
 from xjax.scheduler.plan import Plan
 from xjax.scheduler.roster import Roster
@@ -27,15 +27,49 @@ class Planner:
         self._counts = roster.counts
         self._seconds_per_token: float | None = None
 
-    def draft(self) -> Draft:
+    def draft(self, now: float) -> Draft:
         """Choose the sequences of the next step and give them their pages."""
         draft = Draft(self._config.shapes)
         preempted = self._counts["preemptions"]
         self._draft_decodes(draft)
         if self._counts["preemptions"] == preempted:
-            self._admit()
+            self._admit(now)
         self._draft_chunks(draft)
         return draft
+
+    def again(self, last: Plan) -> Again | None:
+        """Let every row of the step before just go on, as in most steps, and give it its page.
+
+        None, with nothing changed, when there is more to do; never decides what `draft` would not.
+        """
+        roster, book = self._roster, self._book
+        if last.chunks or last.pairs or tuple(roster.running) != last.sequences:
+            return None
+        if len(roster.line) and roster.rows.num_free:
+            return None
+        found = Again([], [], [])
+        computed, pending, known = found.computed, found.pending, found.known
+        growing: list[Sequence] = []
+        for sequence, slot in zip(last.sequences, last.slots.tolist(), strict=True):
+            here, in_flight = sequence.num_computed, sequence.in_flight
+            if (
+                sequence.num_tokens + in_flight != here + 1
+                or here + 1 - sequence.num_prompt >= sequence.max_tokens
+                or sequence.penalties is not None
+                or sequence.slot != slot
+            ):
+                return None
+            if not here % book.page_size:
+                growing.append(sequence)
+            computed.append(here)
+            pending.append(in_flight)
+            known.append(NO_TOKEN if in_flight else sequence.last_token)
+        if any(pool.num_free < len(growing) for pool in book.pools):
+            return None
+        for sequence in growing:
+            book.pass_window(sequence, sequence.num_computed)
+            book.grow(sequence, sequence.num_computed + 1)
+        return found
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """Learn from how long a step took; only steps with prefill count."""
@@ -49,7 +83,7 @@ class Planner:
 
     def _draft_decodes(self, draft: Draft) -> None:
         book, longest = self._book, self._shapes[-1][0]
-        page_size = book.page_size
+        page_size, decodes = book.page_size, draft.decodes
         for sequence in tuple(self._roster.running):
             if sequence.status is not Status.RUNNING:
                 continue
@@ -58,12 +92,12 @@ class Planner:
                 if sequence.num_left <= longest:
                     draft.hold_pairs(sequence)
                 continue
-            if sequence.is_exhausted:
-                continue
-            if sequence.num_computed % page_size and draft.hold_pairs(sequence):
-                draft.decodes[sequence] = None  # inside a page that it holds: nothing to get or give back
-                continue
             num_tokens = sequence.num_computed + 1
+            if num_tokens - sequence.num_prompt >= sequence.max_tokens:
+                continue  # the tokens under way are its last
+            if (num_tokens - 1) % page_size and (sequence.penalties is None or draft.hold_pairs(sequence)):
+                decodes[sequence] = None  # inside a page that it holds: nothing to get or give back
+                continue
             book.pass_window(sequence, sequence.num_computed)
             has_room = draft.hold_pairs(sequence) and (
                 book.has_pages(sequence, num_tokens) or self._make_room(sequence, num_tokens, draft)
@@ -89,7 +123,7 @@ class Planner:
 
     # ---- admission ----
 
-    def _admit(self) -> None:
+    def _admit(self, now: float) -> None:
         roster, rows = self._roster, self._roster.rows
         if not len(roster.line) or not rows.num_free:
             return
@@ -114,7 +148,7 @@ class Planner:
                 other.num_bypassed += 1
             self._counts["bypasses"] += bool(passed)
             promised = total
-            roster.admit(sequence)
+            roster.admit(sequence, now)
 
     def _still_needs(self, sequence: Sequence) -> list[int]:
         """Pages by group that a sequence needs for its tokens, with a page of room to decode into."""

@@ -34,7 +34,7 @@ class Roster:
         self.groups: dict[str, SampleGroup] = {}
         self.num_queued = 0  # requests of which no sample ever ran
         self.counts = dict.fromkeys(
-            ("steps", "preemptions", "recomputed_tokens", "prefill_tokens", "decode_tokens",
+            ("steps", "repeats", "preemptions", "recomputed_tokens", "prefill_tokens", "decode_tokens",
              "chunk_splits", "aborts", "shared_tokens", "stalls", "bypasses"), 0
         )  # fmt: skip
         self._sharing: list[SampleGroup] = []
@@ -69,9 +69,11 @@ class Roster:
                 self.line.add(sequence)
         return group
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, sequence: Sequence, now: float) -> None:
         """Give a waiting sequence a row, with the pages its request shares."""
         group = self.group_of(sequence)
+        if sequence.admitted is None:
+            sequence.admitted = now
         if not group.has_started:
             group.has_started = True
             self.num_queued -= 1

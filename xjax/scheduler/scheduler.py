@@ -12,13 +12,14 @@ argument.
 """
 
 import heapq
+from collections.abc import Iterable
 
 from xjax.config import SchedulerConfig
 from xjax.errors import CapacityError, RequestError
-from xjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from xjax.request import FinishReason, Request, TokenEvent
 from xjax.scheduler.admission import SampleGroup
-from xjax.scheduler.builder import build_plan
-from xjax.scheduler.outcome import scores_of, take_prompt_scores, take_token
+from xjax.scheduler.builder import build_plan, repeat_plan
+from xjax.scheduler.outcome import StepEvents, scores_of, special_event, take_prompt_scores, take_token
 from xjax.scheduler.plan import Plan, StepResult
 from xjax.scheduler.planner import Planner
 from xjax.scheduler.roster import Roster
@@ -36,6 +37,7 @@ class Scheduler:
         self._planner = Planner(config, self._roster)
         self._counts = self._roster.counts
         self._deadlines: list[tuple[float, int, SampleGroup]] = []
+        self._last_plan: Plan | None = None
         self.longest = min(config.max_model_len, self._roster.book.capacity())
 
     # ---- requests come and go ----
@@ -113,19 +115,32 @@ class Scheduler:
 
     # ---- steps ----
 
-    def plan(self) -> Plan | None:
-        """Decide the next step from what every dispatched step will have done; None for nothing to do."""
-        draft = self._planner.draft()
-        assert all(s.in_flight <= 1 for s in draft.decodes), (
-            "a plan must be committed before the one after next"
-        )
-        if not draft.decodes and not draft.chunks:
-            return None
-        plan = build_plan(draft, self._roster.rows, self.config, step_id=self._counts["steps"])
+    def plan(self, now: float = 0.0) -> Plan | None:
+        """Decide the next step from what every dispatched step will have done; None for nothing to do.
+
+        now   seconds on the clock of the requests' `arrival`
+        """
+        step_id, last = self._counts["steps"], self._last_plan
+        again = self._planner.again(last) if last is not None else None
+        if last is not None and again is not None:
+            self._counts["repeats"] += 1
+            plan = repeat_plan(last, again, self._roster.rows, step_id=step_id)
+        else:
+            draft = self._planner.draft(now)
+            if not draft.decodes and not draft.chunks:
+                return None
+            plan = build_plan(draft, self._roster.rows, self.config, step_id=step_id)
+        self._last_plan = plan
+        self._advance(plan)
+        return plan
+
+    def _advance(self, plan: Plan) -> None:
+        """Count a step as run in its sequences."""
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += plan.num_prefill_tokens
         self._counts["decode_tokens"] += plan.num_decode
-        for sequence in draft.decodes:
+        for sequence in plan.sequences[: plan.num_decode]:
+            assert sequence.in_flight <= 1, "a plan must be committed before the one after next"
             sequence.num_computed += 1
             sequence.in_flight += 1
         for chunk in plan.chunks:
@@ -135,17 +150,16 @@ class Scheduler:
             if sequence.sample_id == 0 and sequence.num_computed >= sequence.num_prompt:
                 if self._roster.group_of(sequence).is_pending:
                     self._roster.publish(sequence)
-        return plan
 
-    def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
-        """Take in what a step returned; events come in row order."""
+    def commit(self, plan: Plan, result: StepResult) -> Iterable[TokenEvent]:
+        """Take in what a step returned; events come in row order, and can be iterated on another thread."""
         scores = scores_of(plan, result)
         if scores is not None:
             take_prompt_scores(plan, scores)
         tokens: list[int] = result.token.tolist()
         flags: list[int] = result.flags.tolist()
         samples: list[bool] = plan.samples.tolist()
-        events: list[TokenEvent] = []
+        events = StepEvents(plan, tokens, scores)
         for row, sequence in enumerate(plan.sequences):
             if not samples[row]:
                 continue
@@ -153,15 +167,15 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 continue
             if flags[row] & 1:
-                events.append(self._end(sequence, FinishReason.ERROR, error=_NOT_FINITE))
+                events.special[row] = self._end(sequence, FinishReason.ERROR, error=_NOT_FINITE)
                 continue
-            logprobs: tuple[TokenLogprobs, ...] = ()
-            if scores is not None and sequence.request.sampling.logprobs is not None:
-                logprobs = (scores.at(row, sequence.request.sampling.logprobs),)
-            event = take_token(sequence, tokens[row], logprobs)
-            if event.finish_reason is not None:
-                self._end(sequence, event.finish_reason)
-            events.append(event)
+            reason = take_token(sequence, tokens[row])
+            if reason is None and sequence.has_emitted:
+                events.ordinary.append(row)
+                continue
+            events.special[row] = special_event(sequence, tokens[row], reason, events.logprobs(row))
+            if reason is not None:
+                self._end(sequence, reason)
         return events
 
     def fail(self, plan: Plan, message: str) -> list[TokenEvent]:
@@ -214,6 +228,7 @@ class Scheduler:
         gauges: dict[str, float] = {
             "running": len(roster.running),
             "waiting": sum(len(group.live) for group in tuple(roster.groups.values())) - len(roster.running),
+            "swapped": 0,
             "queued_requests": roster.num_queued,
             "longest_request": self.longest,
         }

@@ -44,6 +44,8 @@ class Sequence:
                  have the same number of them
     num_passed   leading pages given back by group, out of the window
     order        sorts the oldest of the highest priority first; no two are equal
+    stop_ids     token ids that end it
+    admitted     when it first got a row, on the clock of `plan`
     """
 
     def __init__(
@@ -77,11 +79,9 @@ class Sequence:
         if request.sampling.prompt_logprobs is not None and sample_id == 0:
             self.prompt_logprobs = [None for _ in range(self.num_prompt)]
         self.has_emitted = False
-
-    @property
-    def num_output(self) -> int:
-        """Output tokens known here."""
-        return self.num_tokens - self.num_prompt
+        eos_ids = frozenset[int]() if request.sampling.ignore_eos else request.eos_ids
+        self.stop_ids = eos_ids.union(request.sampling.stop_token_ids)
+        self.admitted: float | None = None
 
     @property
     def num_expected(self) -> int:
@@ -105,11 +105,6 @@ class Sequence:
         return expected - self.num_computed == 1 and expected > self.num_prompt
 
     @property
-    def is_exhausted(self) -> bool:
-        """Whether the tokens under way already reach max_tokens, so that nothing is left to sample."""
-        return self.num_expected_output >= self.max_tokens
-
-    @property
     def num_unscored(self) -> int:
         """Positions of the prompt whose successor's log-probability is still to be computed."""
         if self.prompt_logprobs is None or self.has_emitted:
@@ -128,10 +123,11 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         """Add a sampled token that was read back."""
-        if self.num_tokens == len(self._tokens):
+        place = self.num_tokens
+        if place == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty(len(self._tokens), np.int32)])
-        self._tokens[self.num_tokens] = token_id
-        self.num_tokens += 1
+        self._tokens[place] = token_id
+        self.num_tokens = place + 1
         if self.penalties is not None:
             self.penalties.add(token_id)
 

@@ -162,11 +162,13 @@ class Packed:
     """A fresh vector filled with padding; each field of the layout is an attribute, a numpy view.
 
     `vector` goes to the device and must not be written after that: jax may alias it.
+
+    start   [packed_length(shape)] int32, begin with a copy of it instead of padding
     """
 
-    def __init__(self, shape: BatchShape) -> None:
+    def __init__(self, shape: BatchShape, start: np.ndarray | None = None) -> None:
         self.shape = shape
-        self.vector = _padding(shape).copy()
+        self.vector = (_padding(shape) if start is None else start).copy()
         self._places = _places(shape)
 
     def __getattr__(self, name: str) -> np.ndarray:

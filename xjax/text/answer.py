@@ -32,6 +32,7 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int | None = None
+    queue_seconds: float | None = None
     error: str | None = None
 
 
@@ -112,6 +113,7 @@ class Answer:
                 stop_reason=None if self._is_eos(event.stop_token_id) else event.stop_token_id,
                 prompt_logprobs=event.prompt_logprobs,
                 num_cached_tokens=event.num_cached_tokens,
+                queue_seconds=event.queue_seconds,
                 error=event.error,
             )
         )
@@ -136,5 +138,6 @@ class Answer:
                 stop_reason=sample.stream.stopped,
                 prompt_logprobs=event.prompt_logprobs,
                 num_cached_tokens=event.num_cached_tokens,
+                queue_seconds=event.queue_seconds,
             )
         )
