@@ -109,6 +109,12 @@ class Connection(H11Protocol):
         elif self._head_timer is None:
             self._start_head_timer()
 
+    def on_response_complete(self) -> None:
+        """Wait for the next request, and not for long when it has begun."""
+        super().on_response_complete()
+        if not self.is_busy and self._head_timer is None and self.conn.trailing_data[0]:
+            self._start_head_timer()
+
     def pause_writing(self) -> None:
         """Hold the writer back, and start to watch whether the client takes anything at all."""
         super().pause_writing()

@@ -28,7 +28,8 @@ class FakeLLM:
         self.max_model_len = self.engine.max_model_len
         self.generation_defaults = {}
         self.options = SimpleNamespace(seed=options.get("seed", 0))
-        print("options", sorted(options.items()), file=sys.stderr, flush=True)
+        sys.stderr.write(f"options {sorted(options.items())}\n")
+        sys.stderr.flush()
 
     def wait_ready(self):
         pass

@@ -23,11 +23,26 @@ class RunningServer:
 
     routes      service -> routes; None: those of the API
     is_loaded   False leaves the service in state "loading" until `loaded` is set
+    send_buffer bytes that the system keeps for a client that does not read
     limits      fields of Limits
     """
 
-    def __init__(self, backend, *, routes=None, api_keys=(), cors=(), is_loaded=True, front=None,
-                 names=("small",), defaults=None, seed=0, drain_timeout=5.0, **limits):  # fmt: skip
+    def __init__(
+        self,
+        backend,
+        *,
+        routes=None,
+        api_keys=(),
+        cors=(),
+        is_loaded=True,
+        front=None,
+        names=("small",),
+        defaults=None,
+        seed=0,
+        drain_timeout=5.0,
+        send_buffer=None,
+        **limits,
+    ):
         self.backend, self.routes = backend, routes
         self.loaded = threading.Event()
         if is_loaded:
@@ -38,6 +53,8 @@ class RunningServer:
         self._make = partial(build_app, api_keys=api_keys, cors=cors)
         self._ready = threading.Event()
         self._listener = listen("127.0.0.1", 0)
+        if send_buffer is not None:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._plan = Plan(
