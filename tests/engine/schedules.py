@@ -4,14 +4,16 @@ A difference is excused only where the two best tokens of the reference were clo
 `MARGIN`, and only for greedy requests with plain logits; sampled text must be equal.
 """
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tests.engine.tiny import VOCAB, Client, Sample
+from tests.engine.tiny import VOCAB, Answer, Client, Sample
 from xjax.engine.loop import Engine
 from xjax.request import FinishReason, SamplingParams
+from xjax.scheduler import Plan
 
 MARGIN = 1e-4
 TOLERANCE = 1e-4  # of log-probabilities
@@ -105,19 +107,9 @@ def alone(engine: Engine, jobs: list[Job]) -> list[list[Sample]]:
 
 def run_schedule(engine: Engine, jobs: list[Job], references: list[list[Sample]]) -> Report:
     """Run the requests together and compare."""
-    client, report = Client(engine), Report()
-    client._serial = 10**6
+    report = Report()
     before = engine.stats()
-    answers, aborts = [], []
-    for job in jobs:
-        target = _progress(engine) + job.delay
-        while _progress(engine) < target and not all(answer.is_done for answer in answers):
-            _give_up(engine, aborts, report)
-        answers.append(client.start(list(job.prompt), job.params, eos_ids=job.eos_ids))
-        if job.abort_after is not None:
-            aborts.append((_progress(engine) + job.abort_after, answers[-1].request_id))
-    while aborts and not all(answer.is_done for answer in answers):
-        _give_up(engine, aborts, report)
+    answers = Script(engine, jobs, report).run()
     for i, (answer, samples) in enumerate(zip(answers, references, strict=True)):
         for got, reference in zip(answer.wait(), samples, strict=True):
             _compare(engine, jobs[i], f"request {i}", got, reference, report)
@@ -127,17 +119,63 @@ def run_schedule(engine: Engine, jobs: list[Job], references: list[list[Sample]]
     return report
 
 
+class Script:
+    """Submits and aborts on the engine's own thread, before the plan of a step: no thread's pace matters.
+
+    So two runs of the same jobs are the same, step for step.
+    """
+
+    def __init__(self, engine: Engine, jobs: list[Job], report: Report) -> None:
+        self._engine, self._jobs, self._report = engine, list(jobs), report
+        self._client = Client(engine)
+        self._client._serial = 10**6
+        self._answers: list[Answer] = []
+        self._aborts: list[tuple[int, str]] = []
+        self._last = _progress(engine)
+
+    def run(self) -> list[Answer]:
+        """Play all of it; the answers in the order of the jobs."""
+        scheduler = self._engine._scheduler
+        plan = scheduler.plan
+
+        def planned(now: float) -> Plan | None:
+            self._act()
+            return plan(now)
+
+        scheduler.plan, scheduler.observe = planned, lambda plan, seconds: None
+        try:
+            while self._jobs or not all(answer.is_done for answer in self._answers):
+                if not scheduler.has_work and not self._engine._commands and not self._engine._num_entering:
+                    self._begin()  # nobody plans while nothing is there
+                time.sleep(0.002)
+        finally:
+            del scheduler.plan, scheduler.observe
+        return self._answers
+
+    def _begin(self) -> None:
+        if self._jobs and all(answer.is_done for answer in self._answers):
+            self._submit(self._jobs.pop(0))
+
+    def _act(self) -> None:
+        done = _progress(self._engine)
+        while self._jobs and self._last + self._jobs[0].delay <= done:
+            self._submit(self._jobs.pop(0))
+        for entry in [entry for entry in self._aborts if entry[0] <= done]:
+            self._engine.abort(entry[1])
+            self._report.counts["aborts"] += 1
+            self._aborts.remove(entry)
+
+    def _submit(self, job: Job) -> None:
+        answer = self._client.start(list(job.prompt), job.params, eos_ids=job.eos_ids)
+        self._last = _progress(self._engine)
+        self._answers.append(answer)
+        if job.abort_after is not None:
+            self._aborts.append((self._last + job.abort_after, answer.request_id))
+
+
 def _progress(engine: Engine) -> int:
-    stats = engine.stats()
+    stats = engine._scheduler.stats()
     return int(stats["decode_tokens"] + stats["prefill_tokens"])
-
-
-def _give_up(engine: Engine, aborts: list[tuple[int, str]], report: Report) -> None:
-    done = _progress(engine)
-    for entry in [entry for entry in aborts if entry[0] <= done]:
-        engine.abort(entry[1])
-        report.counts["aborts"] += 1
-        aborts.remove(entry)
 
 
 def _compare(engine: Engine, job: Job, name: str, got: Sample, reference: Sample, report: Report) -> None:

@@ -167,10 +167,8 @@ BREAKS = [value for name, value in sorted(globals().items()) if name.startswith(
 def test_a_broken_build_breaches_the_law(spoil, jobs, references, gemma_kit, monkeypatch):
     spoil(monkeypatch)
     engine = gemma_kit.engine()
-    # Which rows meet depends on the threads' timing, so one pass may miss what the defect needs.
     found = any(
         run_schedule(engine, part, reference).wrong
-        for _ in range(8)
         for part, reference in zip(jobs, references["gemma"], strict=True)
     )
     engine.close()
