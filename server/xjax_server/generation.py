@@ -60,7 +60,7 @@ class Generation:
         self._deadline = None if limit is None else arrival + limit
         self._request_ids: list[str] = []
         self._buffer: deque[Item] = deque()
-        self._is_marked = False
+        self._is_marked = self._is_late = False
         self._waiting: asyncio.Future[None] | None = None
         self._error: XjaxError | None = None
         self._last: dict[tuple[int, int], float] = {}  # time of each open sample's last token
@@ -155,20 +155,26 @@ class Generation:
             self.wake()
 
     async def _wait(self, timeout: float | None) -> None:
-        if self._error is not None:
-            return
+        """Wait for a delta, an error, the end, or so many seconds."""
         if self._deadline is not None:
             rest = max(self._deadline - time.monotonic(), 0.0)
             timeout = rest if timeout is None else min(timeout, rest)
         loop = asyncio.get_running_loop()
-        self._waiting = waiting = loop.create_future()
-        timer = None if timeout is None else loop.call_later(timeout, self.wake)
+        self._is_late = False
+        timer = None if timeout is None else loop.call_later(timeout, self._be_late)
         try:
-            await waiting
+            # A wake-up may come for what was taken already.
+            while not (self._buffer or self._is_late or self._error or self.is_closed):
+                self._waiting = loop.create_future()
+                await self._waiting
         finally:
             self._waiting = None
             if timer is not None:
                 timer.cancel()
+
+    def _be_late(self) -> None:
+        self._is_late = True
+        self.wake()
 
     def _submit(self, index: int, request_id: str, prompt: Prompt, priority: int) -> None:
         sampling, model, limits = prompt.sampling, self._model, self._service.limits

@@ -157,6 +157,22 @@ def test_silence_ends_a_wait():
     run(backend, work)
 
 
+def test_a_wake_up_for_what_was_taken_already_is_no_silence():
+    async def work(service):
+        generation = await Generation.start(service, [prompt()], request_id="a")
+        waiting = asyncio.create_task(generation.next(5))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            generation.wake()
+        service.model.backend.hold(False)
+        assert await waiting
+        generation.close()
+
+    backend = FakeBackend(pace=0.01)
+    backend.hold()
+    run(backend, work)
+
+
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_close_aborts_wherever_it_stands(is_queued):
     async def work(service):

@@ -1,0 +1,111 @@
+"""The table from exceptions to statuses and envelopes."""
+
+import json
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from xjax.errors import CapacityError, EngineError, LoadError, RequestError
+from xjax.request import FinishReason
+from xjax.text.answer import Delta
+from xjax_server.errors import (
+    Unavailable,
+    error_body,
+    error_bytes,
+    error_headers,
+    from_pydantic,
+    sample_error,
+    status_of,
+)
+
+INVALID, MISSING = "invalid_request_error", "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("invalid_value", 400, INVALID), ("context_length_exceeded", 400, INVALID), ("new", 400, INVALID),
+        ("invalid_api_key", 401, "authentication_error"), ("model_not_found", 404, MISSING),
+        ("not_found", 404, MISSING), ("method_not_allowed", 405, INVALID), ("body_timeout", 408, INVALID),
+        ("request_too_large", 413, INVALID), ("unsupported_media_type", 415, INVALID),
+        ("headers_too_large", 431, INVALID),
+    ],
+)  # fmt: skip
+def test_faults_of_the_request(code, status, kind):
+    error = RequestError("m", code=code, param="p")
+    assert status_of(error) == status
+    assert error_body(error) == {"error": {"message": "m", "type": kind, "param": "p", "code": code}}
+    assert json.loads(error_bytes(error)) == error_body(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (CapacityError("m"), 429, "rate_limit_error", "queue_full"),
+        (Unavailable("m", code="draining"), 503, "server_error", "draining"),
+        (EngineError("m"), 500, "server_error", "engine_error"),
+        (LoadError("m"), 500, "server_error", "internal_error"),
+    ],
+)
+def test_faults_of_the_server(error, status, kind, code):
+    assert status_of(error) == status
+    assert error_body(error) == {"error": {"message": "m", "type": kind, "param": None, "code": code}}
+
+
+def test_what_is_none_of_ours_tells_nothing():
+    assert status_of(KeyError("secret")) == 500
+    assert "secret" not in json.dumps(error_body(KeyError("secret")))
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(0.0, b"1"), (1.0, b"1"), (1.2, b"2"), (30, b"30")])
+def test_retry_after_is_whole_seconds_and_at_least_one(seconds, header):
+    assert error_headers(CapacityError("m", retry_after=seconds)) == [(b"retry-after", header)]
+
+
+def test_headers_of_others():
+    assert (
+        error_headers(RequestError("m")) == error_headers(EngineError("m")) == error_headers(KeyError()) == []
+    )
+    assert error_headers(RequestError("m", code="invalid_api_key")) == [(b"www-authenticate", b"Bearer")]
+
+
+def test_text_that_is_no_unicode_is_escaped():
+    assert json.loads(error_bytes(RequestError("\ud800")))["error"]["message"] == "\ud800"
+
+
+@pytest.mark.parametrize(("text", "kind", "status"), [
+    ("waited more than 3 s in the queue", Unavailable, 503), ("the step failed", EngineError, 500),
+    (None, EngineError, 500),
+])  # fmt: skip
+def test_what_a_sample_tells(text, kind, status):
+    error = sample_error(Delta(sample_id=0, finish_reason=FinishReason.ERROR, error=text))
+    assert type(error) is kind and status_of(error) == status
+
+
+class Inner(BaseModel):
+    role: str
+
+
+class Outer(BaseModel):
+    n: int = 1
+    items: list[Inner] = []
+    either: str | list[str] = ""
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "more"),
+    [
+        ({"n": "a"}, "n", ""),
+        ({"items": [{"role": "a"}, {}]}, "items.1.role", ""),
+        ({"items": 5, "n": []}, "n", "(and 1 more)"),
+        ({"either": [1]}, "either", ""),
+        (5, None, ""),
+    ],
+)
+def test_pydantic_names_the_field(value, param, more):
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate(value)
+    error = from_pydantic(caught.value.errors())
+    assert status_of(error) == 400
+    assert error.param == param or (param == "either" and error.param.startswith("either"))
+    assert str(error).startswith(error.param or "") and more in str(error)

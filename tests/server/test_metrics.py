@@ -1,0 +1,101 @@
+"""What Prometheus reads, beside its own client as reference."""
+
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as Reference
+from prometheus_client.parser import text_string_to_metric_families
+
+from xjax_server.metrics import Histogram, ServerMetrics
+
+BOUNDS = (0.001, 0.01, 0.1, 1.0)
+STATS = {
+    "running": 3,
+    "waiting": 2,
+    "swapped": 1,
+    "pages_used_0": 5,
+    "pages_total_0": 10,
+    "pages_used_1": 6,
+    "pages_total_1": 20,
+    "compiles_after_warmup": 4,
+    "preemptions": 7,
+    "step_seconds_sum": 1.5,
+    "step_seconds_count": 9,
+    "step_seconds_le_0.01": 2,
+    "step_seconds_le_0.1": 8,
+    "host_seconds_sum": 0.5,
+    "host_seconds_count": 9,
+    "host_seconds_le_0.01": 9,
+    "something_else": 1,
+}
+
+
+def samples(metrics):
+    text, media_type = metrics.text()
+    assert media_type.startswith("text/plain; version=0.0.4")
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        assert family.documentation and family.name.startswith("xjax")
+        for sample in family.samples:
+            key = (sample.name, *sorted(sample.labels.items()))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_a_histogram_counts_as_the_client_s_own():
+    ours, reference = Histogram(BOUNDS), Reference("x", "x", buckets=BOUNDS, registry=CollectorRegistry())
+    draw = random.Random(0)
+    for value in [*BOUNDS, 0.0, 5.0, *(draw.expovariate(5) for _ in range(500))]:
+        ours.observe(value)
+        reference.observe(value)
+    expected = {
+        (s.name, s.labels.get("le")): s.value for s in next(iter(reference.collect())).samples
+        if not s.name.endswith("_created")
+    }  # fmt: skip
+    got = {(s.name, s.labels.get("le")): s.value for s in ours.family("x", "x").samples}
+    assert got.keys() == expected.keys()
+    assert got == pytest.approx(expected)
+
+
+def test_a_value_may_count_several_times():
+    ours = Histogram(BOUNDS)
+    ours.observe(0.05, 3)
+    assert (ours.count, ours.total) == (3, pytest.approx(0.15))
+
+
+def test_everything_is_there_before_the_first_request():
+    found = samples(ServerMetrics(dict))
+    for outcome in ("stop", "length", "abort", "error"):
+        assert found["xjax_requests_total", ("outcome", outcome)] == 0
+    for name in ("time_to_first_token", "inter_token", "queue", "request"):
+        assert found[f"xjax_{name}_seconds_count",] == 0
+    assert found["xjax_prompt_tokens_total",] == found["xjax_generated_tokens_total",] == 0
+
+
+def test_the_backend_s_counters_are_told():
+    found = samples(ServerMetrics(lambda: STATS))
+    assert found["xjax_running_sequences",] == 3
+    assert found["xjax_waiting_sequences",] == 2
+    assert found["xjax_swapped_sequences",] == 1
+    assert found["xjax_preemptions_total",] == 7
+    assert found["xjax_compiles_after_warmup_total",] == 4
+    assert found["xjax_pages_used", ("group", "1")] == 6
+    assert found["xjax_pages_capacity", ("group", "0")] == 10
+    assert found["xjax_engine_step_seconds_bucket", ("le", "0.1")] == 8
+    assert found["xjax_engine_step_seconds_bucket", ("le", "+Inf")] == 9
+    assert found["xjax_engine_step_seconds_sum",] == 1.5
+    assert found["xjax_engine_host_seconds_bucket", ("le", "0.01")] == 9
+    assert not any("something" in key[0] for key in found)
+
+
+def test_what_happened_is_counted():
+    metrics = ServerMetrics(dict)
+    metrics.refused(404)
+    metrics.refused(404)
+    metrics.ended("stop", 0.2)
+    found = samples(metrics)
+    assert found["xjax_refused_requests_total", ("status", "404")] == 2
+    assert found["xjax_requests_total", ("outcome", "stop")] == 1
+    assert found["xjax_request_seconds_bucket", ("le", "0.25")] == 1
