@@ -116,7 +116,8 @@ class Tokenizer:
         if self._first_space and is_first and not text.startswith(_SPACES) and not self._words.starts(text):
             text = " " + text
         try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+            # A batch of one: it alone lets other threads run meanwhile, and a long text takes its time.
+            ids: list[int] = self._inner.encode_batch([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):  # how tokenizers meets a lone surrogate
             check_unicode(text)
             raise
