@@ -28,6 +28,7 @@ from xjax_server.openai.frames import (
 from xjax_server.openai.logprobs import Columns, TextLogprobs, prompt_logprobs
 from xjax_server.openai.read import (
     check_best_of,
+    check_choices,
     check_length,
     check_name,
     check_stream,
@@ -64,7 +65,9 @@ def prepare(model: ServedModel, request_id: str, body: bytes) -> Job:
     sampling = sampling_of(
         request, model, max_tokens=max(max_tokens, 1), logprobs=request.logprobs, prompt_logprobs=scores
     )
-    sources = [_encode(item, request, model) for item in _prompts(request)]
+    prompts = _prompts(request)
+    check_choices(len(prompts), sampling.n)
+    sources = [_encode(item, request, model) for item in prompts]
     for source in sources:
         check_length(source.ids, model, "prompt")
     writer = TextWriter(new_head(request_id, name, model), request, sources, sampling)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from xjax.errors import RequestError
 from xjax.request import SamplingParams
 from xjax_server.errors import from_pydantic
-from xjax_server.openai.types import CompletionRequest, Refused, SamplingFields
+from xjax_server.openai.types import MAX_CHOICES, CompletionRequest, Refused, SamplingFields
 from xjax_server.serving import ServedModel
 
 R = TypeVar("R", bound=BaseModel)
@@ -107,6 +107,14 @@ def check_best_of(request: CompletionRequest) -> None:
     """Raise RequestError for more samples than answers."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "every sample is an answer; leave it out or give n the same value")
+
+
+def check_choices(num_prompts: int, n: int) -> None:
+    """Raise RequestError for more answers than one request may have."""
+    if num_prompts * n > MAX_CHOICES:
+        raise RequestError(
+            f"n: {num_prompts} prompts with {n} answers each are more than {MAX_CHOICES} choices", param="n"
+        )
 
 
 def check_length(ids: Sequence[int], model: ServedModel, param: str) -> None:

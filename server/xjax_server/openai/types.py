@@ -23,7 +23,8 @@ from xjax.request import (
     MAX_STOP_STRINGS,
 )
 
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 512
+MAX_CHOICES = 1024  # prompts times n
 MAX_TOKEN_ID = 2**31 - 1
 MAX_COUNT = 2**53  # what JavaScript can write exactly; longer than any context
 

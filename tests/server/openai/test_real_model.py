@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import openai
 import pytest
 
 from tests.server.openai.conftest import connect
@@ -153,3 +154,23 @@ def test_leaving_frees_pages(client, server):
     stream.close()
     until(lambda: server.metric('xjax_pages_used{group="0"}') == 0)
     assert server.metric('xjax_requests_total{outcome="abort"}') == aborted + 1
+
+
+def test_an_engine_thread_that_dies(llm, client, server, monkeypatch):
+    """The last test: nothing is served after it."""
+    stream = chat(client, max_tokens=200, stream=True, extra_body={"ignore_eos": True})
+    chunks = iter(stream)
+    for _ in range(4):
+        next(chunks)
+
+    def fail():
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(llm.engine, "_turn", fail)
+    with pytest.raises(openai.APIError, match="killed"):
+        list(chunks)
+    stream.close()
+    assert server.request("GET", "/health")[0] == 503
+    with pytest.raises(openai.InternalServerError, match="killed") as caught:
+        chat(client, max_tokens=1)
+    assert caught.value.status_code == 503
