@@ -22,7 +22,7 @@ from xjax.errors import RequestError, XjaxError
 from xjax_server import admin
 from xjax_server.auth import Authorized
 from xjax_server.errors import error_bytes, error_headers, status_of
-from xjax_server.limits import check_path, no_route
+from xjax_server.limits import SHARE, Bodies, check_path, no_route
 from xjax_server.serving import Service
 from xjax_server.sse import respond_json
 
@@ -66,12 +66,14 @@ class Application:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
+        self._bodies = Bodies(service.limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; raises nothing but what ends the connection."""
         if scope["type"] != "http":
             raise RuntimeError(f"no {scope['type']} is spoken here")
         scope["xjax.arrival"] = time.monotonic()
+        scope[SHARE] = share = self._bodies.share()
         scope["app"] = self  # has Starlette's routes raise instead of answering in their own form
         try:
             check_path(scope)
@@ -85,6 +87,8 @@ class Application:
         except Exception as error:  # noqa: BLE001  the top of the application
             _log.exception("%s %s failed", scope["method"], scope["path"])
             await self._refuse(send, error, None)
+        finally:
+            share.give_back()
 
     async def _refuse(self, send: Send, error: Exception, more: Mapping[str, str] | None) -> None:
         status = status_of(error)

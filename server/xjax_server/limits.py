@@ -10,8 +10,10 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
-from xjax.errors import RequestError
+from xjax.errors import CapacityError, RequestError
 
+SHARE = "xjax.share"  # where a scope has its `Share`
+_LARGE = 1 << 20  # bytes from which a body is counted
 Body = TypeVar("Body", bytes, bytearray)
 _MEDIA_TYPES = (b"", b"application/json", b"text/json")
 _ID_PREFIX = b"/v1/models/"  # the one path with a part that clients choose, slashes and all
@@ -22,6 +24,7 @@ class Limits:
     """Sizes in bytes, times in seconds.
 
     max_body          largest body
+    max_bodies        of all large bodies together, from their first piece until they are answered
     body_timeout      within which a whole body must come
     request_timeout   within which an answer must be complete, counted from arrival; None: no limit
     queue_timeout     the part of it that may pass before the first step; None: request_timeout
@@ -34,6 +37,7 @@ class Limits:
     """
 
     max_body: int = 32 << 20
+    max_bodies: int = 256 << 20
     body_timeout: float = 60.0
     request_timeout: float | None = None
     queue_timeout: float | None = None
@@ -43,6 +47,49 @@ class Limits:
     keep_alive: float = 5.0
     text_threads: int = 2
     text_queue: int = 1024
+
+
+class Bodies:
+    """Memory that the large bodies of all requests take; one object a server, on its loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._most = limits.max_bodies
+        self._taken = 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the large bodies of requests that are under way."""
+        return self._taken
+
+    def share(self) -> "Share":
+        """A part for one request, to be given back when it is answered."""
+        return Share(self)
+
+    def take(self, size: int) -> None:
+        """Count more bytes, or fewer. Raises CapacityError when they are too many."""
+        if size > 0 and self._taken + size > self._most:
+            raise CapacityError("too many large requests are being read; try again later", retry_after=5)
+        self._taken += size
+
+
+class Share:
+    """What one request's body takes of `Bodies`."""
+
+    __slots__ = ("_bodies", "_size")
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies, self._size = bodies, 0
+
+    def grow_to(self, size: int) -> None:
+        """Count a body that has so many bytes now; small ones are free."""
+        if size > _LARGE:
+            self._bodies.take(size - self._size)
+            self._size = size
+
+    def give_back(self) -> None:
+        """Count nothing any more."""
+        self._bodies.take(-self._size)
+        self._size = 0
 
 
 def check_path(scope: Scope) -> None:
@@ -68,7 +115,8 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     """Read a request's body, which must be JSON by its media type or name none.
 
     Raises RequestError: 415 for another media type, 413 above the limit, 408 for one that comes too
-    slowly. Raises ClientDisconnect (starlette.requests) when the client leaves on the way.
+    slowly; CapacityError when too much is being read already. Raises ClientDisconnect
+    (starlette.requests) when the client leaves on the way.
     """
     _check_headers(scope, limits)
     try:
@@ -76,18 +124,21 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body", False):
                 return _within(message.get("body", b""), limits)
-            return await _read_rest(message, receive, limits)
+            return await _read_rest(scope, message, receive, limits)
     except TimeoutError:
         raise RequestError(
             f"the body did not come within {limits.body_timeout:g} s", code="body_timeout"
         ) from None
 
 
-async def _read_rest(message: Message, receive: Receive, limits: Limits) -> bytes:
+async def _read_rest(scope: Scope, message: Message, receive: Receive, limits: Limits) -> bytes:
     body = bytearray()
+    share: Share | None = scope.get(SHARE)
     while message["type"] == "http.request":
         body += message.get("body", b"")
         _within(body, limits)
+        if share is not None:
+            share.grow_to(len(body))
         if not message.get("more_body", False):
             return bytes(body)
         message = await receive()

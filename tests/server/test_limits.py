@@ -133,3 +133,20 @@ def test_large_bodies_at_once_are_refused_one_by_one(server):
     for thread in threads:
         thread.join()
     assert answers == [413] * 10
+
+
+def test_large_bodies_have_a_common_bound_and_give_it_back():
+    limits = {"max_body": 8_000_000, "max_bodies": 9_000_000}
+    with RunningServer(FakeBackend(), routes=routes, **limits) as server:
+        with server.connect() as first, server.connect() as second:
+            first.sendall(post(7_000_000) + b" " * 6_000_000)
+            time.sleep(0.2)
+            second.sendall(post(6_000_000) + b" " * 5_000_000)
+            answer = b""
+            while b"}}" not in answer:
+                answer += second.recv(4096)
+            assert code_of(answer) == (429, "queue_full")
+            assert server.request("POST", "/echo", b'{"prompt": "hi", "max_tokens": 1}')[0] == 200
+        body = b'{"prompt": "hi", "max_tokens": 1}'
+        for _ in range(3):
+            assert server.request("POST", "/echo", body + b" " * 6_000_000)[0] == 200
