@@ -391,6 +391,30 @@ def test_json_that_is_odd_and_served(server, body):
     json.loads(data)
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {
+            "": 1,
+            "a b": 2,
+            "ünï": 3,
+            "loop": 4,
+            "caller": 5,
+            "context": 6,
+            "template": 7,
+            "values": 8,
+            "name": 9,
+        },
+        {"range": 5, "namespace": None, "raise_exception": "x", "m": 1, "cls": 1, "args": 2, "kwargs": {}},
+        {"bos_token": "<|end|>", "strftime_now": 1},
+        {"deep": eval("[" * 90 + "]" * 90)},
+    ],
+)
+def test_odd_variables_of_the_template(server, kwargs):
+    body = {"messages": user(), "max_tokens": 1, "chat_template_kwargs": kwargs}
+    assert server.request("POST", "/v1/chat/completions", body)[0] in (200, 400)
+
+
 def test_wrong_paths_and_methods(server):
     for method, path, status in (
         ("GET", "/v1/chat/completions", 405),

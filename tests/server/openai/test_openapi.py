@@ -18,6 +18,7 @@ from tests.server.fake_backend import FakeBackend, small_front
 from tests.server.running import RunningServer
 from xjax_server.openai import routes
 from xjax_server.openai.openapi import OPERATIONS, document
+from xjax_server.openai.replies import ChatCompletion, ChatCompletionChunk, Completion
 
 CHECKS = [
     not_a_server_error,
@@ -72,6 +73,43 @@ def test_requests_as_the_document_has_them(small_server, path):
 def test_requests_as_the_document_does_not_have_them(small_server, path):
     statuses = ask_around(small_server, path, GenerationMode.NEGATIVE)
     assert set(statuses) <= {400, 415}
+
+
+CHAT = {"messages": [{"role": "user", "content": "a😀"}], "max_tokens": 4}
+TEXT = {"prompt": ["a😀", "hi"], "max_tokens": 4}
+EVERYTHING = {"n": 2, "return_token_ids": True, "stop": "zz"}
+STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "chunk", "body"),
+    [
+        ("/v1/chat/completions", ChatCompletion, ChatCompletionChunk, CHAT),
+        ("/v1/chat/completions", ChatCompletion, ChatCompletionChunk, CHAT | EVERYTHING),
+        (
+            "/v1/chat/completions",
+            ChatCompletion,
+            ChatCompletionChunk,
+            CHAT | EVERYTHING | {"logprobs": True, "top_logprobs": 2},
+        ),
+        ("/v1/completions", Completion, Completion, TEXT),
+        ("/v1/completions", Completion, Completion, TEXT | EVERYTHING | {"logprobs": 2, "echo": True}),
+        ("/v1/completions", Completion, Completion, TEXT | EVERYTHING | {"logprobs": 0, "max_tokens": 0}),
+    ],
+)
+def test_replies_have_their_shapes(server, path, shape, chunk, body):
+    """Whatever is asked for; the shapes forbid what they do not name."""
+    scored = {} if chunk is shape and not body.get("n") else {"prompt_logprobs": 1}
+    status, _, data = server.request("POST", path, body | scored)
+    assert status == 200
+    shape.model_validate_json(data)
+    status, headers, data = server.request("POST", path, body | STREAM)
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    *events, done, end = data.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    for event in events:
+        if not event.startswith(":"):
+            chunk.model_validate_json(event.removeprefix("data: "))
 
 
 def test_the_document_lists_every_route(server):

@@ -65,6 +65,14 @@ def test_ids_equal_those_of_the_library(llm, server, client):
     counted = json.loads(server.request("POST", "/tokenize", {"messages": SKY})[2])
     assert counted["tokens"] == mine.prompt_token_ids
     assert reply.usage.prompt_tokens == counted["count"] == 36
+    scored = (
+        chat(client, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    )
+    mine = llm.chat(SKY, params.replace(logprobs=2))[0].outputs[0]
+    assert b"".join(bytes(entry.bytes) for entry in scored).decode() == SKY_TEXT
+    for entry, token_id, best in zip(scored, mine.token_ids, mine.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(best[token_id].logprob, abs=1e-5)
+        assert entry.token == best[token_id].decoded_token == entry.top_logprobs[0].token
     raw = complete(client, max_tokens=8, temperature=0, extra_body={"return_token_ids": True}).choices[0]
     assert raw.token_ids == FRANCE_IDS
     assert raw.prompt_token_ids == llm.tokenizer.encode(FRANCE)
@@ -121,6 +129,9 @@ def test_scoring_a_prompt(llm, client):
     assert columns["token_logprobs"][1:] == pytest.approx(scores, abs=1e-4)
     stream = complete(client, text, **fields, stream=True, stream_options={"include_usage": True})
     assert folded_text(stream) == (choices, usage)
+    fields |= {"max_tokens": 2, "n": 2, "seed": 3, "temperature": 1}
+    stream = complete(client, text, **fields, stream=True, stream_options={"include_usage": True})
+    assert folded_text(stream) == whole_text(complete(client, text, **fields))
 
 
 def test_equal_seeds_equal_texts_under_load(client, server):
