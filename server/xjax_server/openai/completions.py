@@ -148,7 +148,8 @@ class TextWriter:
 
     def _columns_of(self, source: Source, num_top: int) -> TextLogprobs:
         offset = len(source.text) if self._request.echo else 0
-        return TextLogprobs(self._tokenizer, num_top, offset=offset)
+        shows_specials = self._request.skip_special_tokens is False
+        return TextLogprobs(self._tokenizer, num_top, offset=offset, shows_specials=shows_specials)
 
     # ---- a stream ----
 

@@ -85,6 +85,12 @@ class Job:
     is_stream: bool
     writer: Writer
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether there are log-probabilities, of which a long answer has very many."""
+        sampling = self.prompts[0].sampling
+        return sampling.logprobs is not None or sampling.prompt_logprobs is not None
+
 
 class Tally:
     """Counts the tokens of one request; a prompt counts once, however many answers it gets."""

@@ -100,17 +100,27 @@ class Columns:
 class TextLogprobs:
     """Writes the columns of one text, in order.
 
-    offset   characters of the text that come before its first token
-    silent   tokens at its beginning that are in no text, such as one that was put before a prompt
+    offset           characters of the text that come before its first token
+    silent           tokens at its beginning that are in no text, such as one that was put before a prompt
+    shows_specials   whether special tokens are in the text
     """
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, *, offset: int = 0, silent: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        num_top: int,
+        *,
+        offset: int = 0,
+        silent: int = 0,
+        shows_specials: bool = True,
+    ) -> None:
         self._bytes = TokenBytes(tokenizer)
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._offset = offset
         self._silent = silent
+        self._shows_specials = shows_specials
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Columns:
         """The columns of these tokens; one without log-probabilities has null."""
@@ -137,7 +147,8 @@ class TextLogprobs:
             token_bytes = self._tokenizer.token_bytes
             return token_bytes(token_id), [token_bytes(other) for other in others]
         data, other_bytes = self._bytes.push(token_id, others)
-        self._offset += len(self._characters.decode(data))
+        if self._shows_specials or not self._tokenizer.is_special(token_id):
+            self._offset += len(self._characters.decode(data))
         return data, other_bytes
 
 

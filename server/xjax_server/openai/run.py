@@ -41,7 +41,11 @@ async def answer(
             await respond_events(send, generation, job.writer, keep_alive=service.limits.keep_alive)
         else:
             items = await collect(generation)
-            await respond_json(send, job.writer.whole(items))
+            if job.is_scored:
+                data = await service.in_thread(job.writer.whole, items)
+            else:
+                data = job.writer.whole(items)
+            await respond_json(send, data)
 
     await until_disconnect(receive, work())
 

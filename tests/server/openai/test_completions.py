@@ -96,6 +96,16 @@ def test_logprobs(client, count):
     assert names[0] == ["a", "<|start|>"][: max(count, 1)]
 
 
+def test_offsets_leave_out_what_the_text_leaves_out(client):
+    ids = [73, EOS, 74]
+    more = {"ignore_eos": True}
+    text, _, _, columns = both(client, ids, max_tokens=4, logprobs=0, extra_body=more)[0][0]
+    assert (text, columns["text_offset"]) == ("hih", [0, 1, 1, 2])
+    more["skip_special_tokens"] = False
+    text, _, _, columns = both(client, ids, max_tokens=4, logprobs=0, extra_body=more)[0][0]
+    assert (text, columns["text_offset"]) == ("h<|end|>ih", [0, 1, 8, 9])
+
+
 def test_echo(client):
     choices, usage = both(client, ["hi", "xyz"], n=2, max_tokens=2, echo=True)
     assert [choices[i][0] for i in range(4)] == ["hihi", "hihi", "xyzxy", "xyzxy"]
