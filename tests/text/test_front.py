@@ -157,3 +157,34 @@ def test_a_lone_surrogate_is_named_where_it_stands_in_the_message():
 def test_tools_that_are_no_list_are_refused(tools):
     with pytest.raises(RequestError, match="tools: expected a list"):
         make_front().encode_chat([{"role": "user", "content": "a"}], tools=tools)
+
+
+@pytest.mark.parametrize(("trim", "ending"), [("", "Once upon  "), (" | trim", "Once upon")])
+def test_a_final_message_is_continued(trim, ending):
+    front = make_front(TEMPLATE.replace("m.content", "m.content" + trim))
+    messages = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "Once upon  "}]
+    ids = front.encode_chat(messages, continue_final_message=True)
+    assert front.tokenizer.decode(ids, skip_special_tokens=False).endswith("assistant\n" + ending)
+    whole = front.encode_chat(messages, add_generation_prompt=False)
+    if not trim:
+        assert whole[: len(ids) - 1] == ids[:-1], "the beginning of the conversation as it will be"
+
+
+@pytest.mark.parametrize(
+    "content", ["", None, "<|im_end|>", "x \U0010fffd y", [{"type": "text", "text": "a"}]]
+)
+def test_odd_final_messages_are_continued(content):
+    front = make_front()
+    messages = [{"role": "assistant", "content": content}]
+    ids = front.encode_chat(messages, continue_final_message=True)
+    text = front.tokenizer.decode(ids, skip_special_tokens=False)
+    shown = "a" if isinstance(content, list) else content or ""
+    assert text.endswith("<|im_start|>assistant\n" + shown)
+
+
+def test_what_cannot_be_continued():
+    messages = [{"role": "assistant", "content": "x"}]
+    with pytest.raises(RequestError, match="add_generation_prompt"):
+        make_front().encode_chat(messages, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(RequestError, match="does not show"):
+        make_front("{{ messages[0].role }}").encode_chat(messages, continue_final_message=True)

@@ -18,6 +18,7 @@ from xjax.text.tokenizer import Tokenizer
 
 # Supplementary private-use characters: no text has them, and no template touches them.
 _PRIVATE = range(0xF0000, 0xFFFFE)
+_END = "\U0010fffd"  # private as well, and none of those above
 _MAX_DEPTH = 100
 _PRIVATE_PATTERN = re.compile("[\U000f0000-\U000ffffd]")
 
@@ -46,10 +47,13 @@ class Front:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
-        """Render messages and encode them; keyword arguments go to the template.
+        """Render messages and encode them; other keyword arguments go to the template.
 
+        continue_final_message   end where the last message's content ends, so that the answer goes on from it
         Raises RequestError when the model has no template, and for what the template refuses.
         """
         if self.template is None:
@@ -64,12 +68,28 @@ class Front:
         hiding = _Hiding(self.tokenizer, given)
         if hiding.is_needed:
             given = [hiding.hide(value) for value in given]
-        text = self.template.render(given[0], tools=given[1], **given[2])
+        render = _render_begun if continue_final_message else ChatTemplate.render
+        text = render(self.template, given[0], tools=given[1], **given[2])
         check_unicode(text, "messages")
         segments = self.tokenizer.split_special(text)
         if hiding.is_needed:
             segments = [hiding.show(part) if isinstance(part, str) else part for part in segments]
         return self.tokenizer.encode_segments(segments)
+
+
+def _render_begun(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+    """Render messages up to the end of the last one's content."""
+    param = "continue_final_message"
+    if kwargs.setdefault("add_generation_prompt", False):
+        raise RequestError(f"{param}: not with add_generation_prompt", param=param)
+    *before, last = messages
+    marked = {**last, "content": (last.get("content") or "") + _END}
+    begun, mark, _ = template.render([*before, marked], **kwargs).rpartition(_END)
+    if not mark:
+        raise RequestError(f"{param}: the chat template does not show the last message", param=param)
+    # A template that trims contents would have trimmed this one but for the mark behind it.
+    is_kept = template.render(messages, **kwargs).startswith(begun)
+    return begun if is_kept else begun.rstrip()
 
 
 class _Hiding:

@@ -5,7 +5,8 @@
 It knows no engine; what runs is the generation's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -33,10 +34,11 @@ from xjax_server.openai.read import (
     unsupported,
 )
 from xjax_server.openai.run import answer, new_head
-from xjax_server.openai.types import ChatRequest, Message
+from xjax_server.openai.types import ChatRequest, Message, TokenizeRequest
 from xjax_server.serving import ServedModel, Service
 
-_FIXED = ("self", "messages", "tools", "add_generation_prompt")  # arguments that no kwargs may name
+# Arguments of the template that have fields of their own, or none.
+_FIXED = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 class ChatEndpoint:
@@ -60,10 +62,8 @@ def prepare(model: ServedModel, request_id: str, body: bytes) -> Job:
     sampling = sampling_of(
         request, model, max_tokens=request.max_completion_tokens or request.max_tokens, logprobs=num_top
     )
-    kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-    ids = encode_messages(model, request.messages, request.add_generation_prompt, kwargs)
+    extra = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    ids = encode_messages(model, request, request.messages, extra)
     check_length(ids, model, "messages")
     prompt = Prompt(ids=tuple(ids), sampling=sampling)
     writer = ChatWriter(new_head(request_id, name, model), request, prompt, num_top)
@@ -77,20 +77,22 @@ def prepare(model: ServedModel, request_id: str, body: bytes) -> Job:
 
 def encode_messages(
     model: ServedModel,
+    request: ChatRequest | TokenizeRequest,
     messages: Sequence[Message],
-    add_generation_prompt: bool | None,
-    kwargs: dict[str, object],
-    tools: list[dict[str, object]] | None = None,
+    extra: Mapping[str, Any],
 ) -> list[int]:
-    """Token ids of a conversation, as `LLM.chat` makes them."""
+    """Token ids of a conversation, as `LLM.chat` makes them; `extra` are arguments besides the request's."""
+    kwargs = {**extra, **(request.chat_template_kwargs or {})}
     for name in _FIXED:
-        if name in kwargs:
+        if name in (request.chat_template_kwargs or {}):
             raise RequestError(
                 f"chat_template_kwargs: {name} cannot be set here", param=f"chat_template_kwargs.{name}"
             )
-    if add_generation_prompt is not None:
-        kwargs = {**kwargs, "add_generation_prompt": add_generation_prompt}
-    return model.front.encode_chat([message.as_given() for message in messages], tools, **kwargs)
+    if request.add_generation_prompt is not None:
+        kwargs["add_generation_prompt"] = request.add_generation_prompt
+    if request.continue_final_message:
+        kwargs["continue_final_message"] = True
+    return model.front.encode_chat([message.as_given() for message in messages], **kwargs)
 
 
 def _check_logprobs(request: ChatRequest) -> int | None:

@@ -40,9 +40,7 @@ def tokenize(model: ServedModel, body: bytes) -> bytes:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("prompt: give either prompt or messages", param="prompt")
     if request.messages is not None:
-        kwargs = dict(request.chat_template_kwargs or {})
-        generation_prompt = request.add_generation_prompt
-        ids = encode_messages(model, request.messages, generation_prompt, kwargs, request.tools)
+        ids = encode_messages(model, request, request.messages, {"tools": request.tools})
     else:
         ids = encode_text(request.prompt or "", request.add_special_tokens, model)
     strings = "null"

@@ -255,6 +255,9 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = Field(
         None, description="end the prompt where the answer begins; default true"
     )
+    continue_final_message: bool | None = Field(
+        None, description="go on from the last message's content; not with `add_generation_prompt`"
+    )
     reasoning_effort: str | None = Field(None, description="a variable of the chat template, if given")
     tools: list[dict[str, Any]] | None = Field(
         None, description='refused unless empty or `tool_choice` is "none", with which the model sees none'
@@ -262,7 +265,6 @@ class ChatRequest(SamplingFields):
     tool_choice: Annotated[Any, Refused("tools are not called", ("none", "auto"))] = None
     functions: Annotated[Any, Refused("tools are not called", ([],))] = None
     function_call: Annotated[Any, Refused("tools are not called", ("none", "auto"))] = None
-    continue_final_message: Annotated[Any, Refused("answers begin a new message", (False,))] = None
     chat_template: Annotated[Any, Refused("the server's template is used")] = None
     documents: Annotated[Any, Refused("put them into a message", ([],))] = None
     add_special_tokens: Annotated[Any, Refused("the template writes them", (False,))] = None
@@ -311,12 +313,12 @@ class TokenizeRequest(BaseModel):
         None, description="put the tokenizer's own around a text; default true; of no meaning to messages"
     )
     add_generation_prompt: bool | None = Field(None, description="as in chat; default true")
+    continue_final_message: bool | None = Field(None, description="as in chat; default false")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="as in chat")
     tools: list[dict[str, Any]] | None = Field(None, description="given to the chat template")
     return_token_strs: bool | None = Field(
         None, description="the tokens as the vocabulary spells them too; default false"
     )
-    continue_final_message: Annotated[Any, Refused("answers begin a new message", (False,))] = None
     chat_template: Annotated[Any, Refused("the server's template is used")] = None
 
 

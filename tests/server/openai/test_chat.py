@@ -310,6 +310,8 @@ def test_what_the_template_gets(special_server):
     assert rendered(reasoning_effort="low") == plain + "low>"
     assert rendered(extra_body={"add_generation_prompt": False}) == plain
     assert rendered(tools=[tool], tool_choice="none") == plain + ">"
+    history = [history[0], {"role": "assistant", "content": "well, "}]
+    assert rendered(extra_body={"continue_final_message": True}) == "[user|hi|ann][assistant|well, "
 
 
 def test_special_tokens_in_a_message_stay_text(client, server):

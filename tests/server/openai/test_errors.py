@@ -193,7 +193,6 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ("grammar", "root ::= x"),
         ("bad_words", ["x"]),
         ("use_beam_search", True),
-        ("continue_final_message", True),
         ("chat_template", "{{ 1 }}"),
         ("echo", True),
         ("truncate_prompt_tokens", 5),
@@ -296,6 +295,7 @@ def test_wrong_values_name_their_field(client, field, value):
         ({"messages": ["x"]}, "messages.0"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"min_tokens": 5, "max_tokens": 3}, "min_tokens"),
     ],
 )
