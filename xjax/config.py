@@ -84,7 +84,7 @@ def _option(default: Any, text: str, **extra: Any) -> Any:
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KERNELS = ("auto", "xla")
+KERNELS = ("auto", "xla", "numba")
 PREEMPTION_MODES = ("auto", "recompute")
 
 
@@ -139,7 +139,9 @@ class EngineOptions:
     kvcache_dtype: str = _option(
         "auto", "of keys and values; auto: as --dtype", choices=DTYPES, aliases=("kv_cache_dtype",)
     )
-    kernels: str = _option("auto", "kernel family", choices=KERNELS)
+    kernels: str = _option(
+        "auto", "kernel family; auto: numba on a CPU that has AVX2, else xla", choices=KERNELS
+    )
     threads: int | None = _option(None, "processor threads to compute with; default: all", low=1, high=1024)
     preemption_mode: str = _option("auto", "what happens when pages run out", choices=PREEMPTION_MODES)
     max_queue: int | None = _option(None, "requests that may wait; default: no limit", low=1, high=10**7)

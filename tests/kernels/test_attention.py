@@ -38,7 +38,9 @@ class Problem:
     chunks    for each tile run: row, first position, number of tokens
     """
 
-    def __init__(self, lengths, chunks, *, heads=6, kv_heads=2, dim=8, size=4, tile=4, window=None, seed=0):
+    def __init__(
+        self, lengths, chunks, *, heads=6, kv_heads=2, dim=8, size=4, tile=4, window=None, scale=0.3, seed=0
+    ):
         rng = np.random.default_rng(seed)
         num_rows = max([len(lengths), *(row + 1 for row, _, _ in chunks)])
         max_pages = 32
@@ -65,24 +67,30 @@ class Problem:
             self.table[row, : low // size] = 0
             self.table[row, mine.max() // size + 1 :] = 0
         self.q = rng.standard_normal((len(position), heads, dim), np.float32)
-        self.options = {"num_decode": len(lengths), "tile": tile, "scale": 0.3, "window": window}
+        self.options = {"num_decode": len(lengths), "tile": tile, "scale": scale, "window": window}
 
     def arrays(self):
         return [jnp.asarray(x) for x in (self.q, self.k, self.v, self.table, self.row_of, self.position)]
 
-    def run(self, *, soft_cap=None):
-        return np.asarray(
-            jax.jit(functools.partial(attend, **self.options, soft_cap=soft_cap))(*self.arrays())
-        )
+    def run(self, *, soft_cap=None, backend="xla"):
+        run = jax.jit(functools.partial(attend, **self.options, soft_cap=soft_cap, backend=backend))
+        return np.asarray(run(*self.arrays()))
 
-    def check(self, *, soft_cap=None):
+    def check(self, *, soft_cap=None, backend="xla"):
         wanted = reference(
             self.q, self.k, self.v, self.table, self.row_of, self.position,
-            scale=0.3, window=self.options["window"], soft_cap=soft_cap,
+            scale=self.options["scale"], window=self.options["window"], soft_cap=soft_cap,
         )  # fmt: skip
-        found = self.run(soft_cap=soft_cap)
+        found = self.run(soft_cap=soft_cap, backend=backend)
         np.testing.assert_allclose(found, wanted, atol=3e-6)
         assert not found[self.position < 0].any()
+
+
+@pytest.fixture(params=["xla", "numba"])
+def backend(request):
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -94,40 +102,42 @@ def _small_blocks(monkeypatch):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (8, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 16])
-def test_ragged(heads, kv_heads, window):
+def test_ragged(heads, kv_heads, window, backend):
     Problem(
         [0, 37, -1, 8, 80], [(5, 0, 11), (6, 22, 4), (7, 3, 1), (8, 40, 17)],
         heads=heads, kv_heads=kv_heads, window=window,
-    ).check()  # fmt: skip
+    ).check(backend=backend)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lengths(seed):
+def test_random_lengths(seed, backend):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(-1, 90, rng.integers(0, 5)).tolist()
     chunks = [(len(lengths) + i, int(rng.integers(0, 60)), int(rng.integers(1, 30))) for i in range(3)]
-    Problem(lengths, chunks, window=[None, 7][seed % 2], size=[4, 3][seed // 2], seed=seed).check()
+    Problem(lengths, chunks, window=[None, 7][seed % 2], size=[4, 3][seed // 2], seed=seed).check(
+        backend=backend
+    )
 
 
-def test_soft_cap():
-    Problem([9, 30], [(2, 5, 7)]).check(soft_cap=0.7)
+def test_soft_cap(backend):
+    Problem([9, 30], [(2, 5, 7)]).check(soft_cap=0.7, backend=backend)
 
 
-def test_only_padding_is_zero():
+def test_only_padding_is_zero(backend):
     problem = Problem([-1, -1], [(2, 0, 4)])
     problem.position[:] = -1
     problem.table[:] = 0
-    assert not problem.run().any()
+    assert not problem.run(backend=backend).any()
 
 
-def test_a_row_does_not_depend_on_the_others():
+def test_a_row_does_not_depend_on_the_others(backend):
     """Bit for bit: a row alone, beside a longer one and beside padding."""
     alone = Problem([37, -1, -1], [(3, 9, 9)])
     crowd = Problem([37, -1, -1], [(3, 9, 9)])
     crowd.position[1:3] = [80, 3]
     crowd.table[1:3] = np.arange(1, 65).reshape(2, 32)
     crowd.k, crowd.v = np.nan_to_num(crowd.k), np.nan_to_num(crowd.v)
-    first, second = alone.run(), crowd.run()
+    first, second = alone.run(backend=backend), crowd.run(backend=backend)
     np.testing.assert_array_equal(first[0], second[0])
     np.testing.assert_array_equal(first[3:], second[3:])
 

@@ -21,6 +21,7 @@ from xjax.engine.memory import MemoryPlan, available_bytes, plan_memory
 from xjax.engine.step import StepSpec
 from xjax.engine.warmup import ProgramCache, ProgramTable
 from xjax.errors import LoadError
+from xjax.kernels.choice import choose
 from xjax.kernels.pages import page_dtype
 from xjax.models.registry import Family, load_config
 from xjax.state.kv import EngineState, abstract_state, allocate, state_bytes
@@ -82,7 +83,7 @@ def with_defaults(options: EngineOptions, device: Any) -> EngineOptions:
         given = getattr(options, name)
         values[name] = value if given in (None, "auto") else given
     values["kvcache_dtype"] = values["dtype"] if options.kvcache_dtype == "auto" else options.kvcache_dtype
-    values["kernels"] = "xla" if options.kernels == "auto" else options.kernels
+    values["kernels"] = choose(options.kernels, device.platform)
     return options.replace(**values)
 
 

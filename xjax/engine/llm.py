@@ -13,6 +13,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from xjax.engine.build import (
 from xjax.engine.outputs import Batch, RequestOutput, ResultBuilder, Stream, failed
 from xjax.engine.pack import largest_shapes, shapes_of
 from xjax.errors import CapacityError, LoadError, RequestError, XjaxError
+from xjax.kernels import attention
 from xjax.request import Request, SamplingParams
 from xjax.text.answer import Answer, Delta
 from xjax.text.front import Front
@@ -83,6 +85,7 @@ class LLM:
         checkpoint = open_checkpoint(path)
         device = jax.devices()[0]
         self.options = with_defaults(given, device)
+        kernels = _start(partial(attention.prepare, self.options.kernels))  # takes as long as the weights
         self._tokenizer, template = None, None
         if not skip_tokenizer_init:
             self._tokenizer = load_tokenizer(checkpoint, cache_dir=home)
@@ -100,6 +103,7 @@ class LLM:
         self.model = load_model(checkpoint, dtype=self.options.dtype, device=device, progress=progress)
         self.plan = plan_engine(self.model, self.options, device=device)
         _log_start(self.plan, self.generation_defaults)
+        self._settle_kernels(kernels, given)
         table = make_table(
             self.model,
             self.plan,
@@ -109,6 +113,16 @@ class LLM:
         )
         self.engine = start_engine(self.model, self.plan, table)
         self._serial = itertools.count()
+
+    def _settle_kernels(self, kernels: Future[None], given: EngineOptions) -> None:
+        """Wait until the kernels are there; what the user did not ask for by name may be missing."""
+        try:
+            kernels.result()
+        except LoadError as error:
+            if given.kernels != "auto":
+                raise
+            _log.warning("kernels: xla, since %s", error)
+            self.options = self.options.replace(kernels="xla")
 
     # ---- many at once ----
 
@@ -307,6 +321,15 @@ class LLM:
             eos_ids=self._eos_ids,
             arrival=time.monotonic(),
         )
+
+
+def _start(work: Callable[[], None]) -> Future[None]:
+    """Run something beside this thread."""
+    threads = ThreadPoolExecutor(1, thread_name_prefix="xjax-kernels")
+    try:
+        return threads.submit(work)
+    finally:
+        threads.shutdown(wait=False)
 
 
 def _listed(value: Any) -> list[Any]:

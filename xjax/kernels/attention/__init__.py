@@ -13,15 +13,37 @@ A token attends to positions p with p <= its own and, with a window, p > own - w
 `num_decode` tokens each have a row of their own; the rest lies in tiles of `tile` tokens of one row
 each, at rising positions, padding behind. Softmax in float32. Whatever pages hold at other positions,
 NaN too, does not reach the result. Reads pages only; writing is `pages.write`.
+
+Only `xla` can be differentiated. A token's result is the same to the bit whatever else is in the batch.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
+from xjax.errors import LoadError
 from xjax.kernels.attention import xla
 
-_BACKENDS: dict[str, Callable[..., jax.Array]] = {"xla": xla.attend}
+
+def _numba(*arrays: jax.Array, **static: Any) -> jax.Array:
+    from xjax.kernels.attention import numba
+
+    return numba.attend(*arrays, **static)
+
+
+_BACKENDS: dict[str, Callable[..., jax.Array]] = {"xla": xla.attend, "numba": _numba}
+
+
+def prepare(backend: str) -> None:
+    """Make known to XLA what a backend's programs call; before one is loaded. Raises LoadError."""
+    if backend != "numba":
+        return
+    try:
+        from xjax.kernels.attention import numba
+    except ImportError as error:
+        raise LoadError(f"--kernels numba: {error}; mend the installation or take --kernels xla") from error
+    numba.register()
 
 
 def attend(

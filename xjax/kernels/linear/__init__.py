@@ -20,8 +20,12 @@ import jax
 
 from xjax.kernels.linear import xla
 
-_LINEAR: dict[str, Callable[..., jax.Array]] = {"xla": xla.linear}
-_QUANTIZED: dict[str, Callable[..., jax.Array]] = {"xla": xla.linear_quantized}
+# Numba has no forms of its own yet.
+_LINEAR: dict[str, Callable[..., jax.Array]] = {"xla": xla.linear, "numba": xla.linear}
+_QUANTIZED: dict[str, Callable[..., jax.Array]] = {
+    "xla": xla.linear_quantized,
+    "numba": xla.linear_quantized,
+}
 
 
 def linear(x: jax.Array, w: jax.Array, *, backend: str = "xla") -> jax.Array:

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from xjax.kernels.pages import xla
 
-_BACKENDS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": xla.write}
+# One scatter is as fast as the memory, so Numba needs no form of its own.
+_BACKENDS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": xla.write, "numba": xla.write}
 
 
 def page_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:

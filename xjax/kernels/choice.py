@@ -1,0 +1,49 @@
+"""Which kernels a step uses: the backend's name behind `--kernels`. Knows no kernel."""
+
+import functools
+import importlib.util
+import logging
+import os
+import platform as machine
+
+from xjax.errors import LoadError
+
+_log = logging.getLogger(__name__)
+
+
+def choose(kernels: str, platform: str) -> str:
+    """Name the backend for an option and a platform ("cpu", "gpu", "tpu").
+
+    "auto" takes Numba's kernels on a CPU that they are fast on. Raises LoadError for kernels that
+    cannot run here.
+    """
+    if kernels == "xla" or (kernels == "auto" and platform != "cpu"):
+        return "xla"
+    if platform != "cpu":
+        raise LoadError(f"--kernels {kernels} is for CPUs; this device is a {platform}: take --kernels xla")
+    lack = _lack()
+    if kernels == "auto":
+        if lack:
+            _log.info("kernels: xla, since %s", lack)
+        return "xla" if lack else "numba"
+    if lack.startswith(_MISSING) or os.name != "posix":
+        raise LoadError(f"--kernels numba: {lack}; take --kernels xla")
+    return "numba"  # slower than it could be, but right
+
+
+_MISSING = "the package numba is not installed"
+
+
+@functools.cache
+def _lack() -> str:
+    """What this machine lacks for Numba's kernels to be fast; nothing: empty."""
+    if importlib.util.find_spec("numba") is None:
+        return _MISSING
+    if os.name != "posix":
+        return "the system has no POSIX threads"
+    if machine.machine() not in ("x86_64", "AMD64"):
+        return f"the processor is {machine.machine()}, not x86-64"
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features()
+    return "" if features.get("avx2") and features.get("fma") else "the processor has no AVX2"

@@ -1,0 +1,391 @@
+"""Vector pieces that Numba kernels are made of, as LLVM IR behind intrinsics.
+
+Plain loops reach a fifth of what a core can do, so the inner loops are written for its vector
+registers: LANES float32 in each, 32 registers with AVX-512 and on ARM, else 16. What comes out is
+ordinary IR, which LLVM fits to any processor. Addresses are int64 in bytes. Nothing here knows
+attention's pages or an FFI frame.
+
+    product     C[r, :] (+)= sum over k of A[r, k] * B[k, :]     in rising k, each sum on its own
+    weigh       one row of scores -> exp2(score - highest), with highest, sum and fade kept
+    pack_keys   LANES rows -> columns            copy_row, put_row     widen, scale
+
+Every sum is taken in an order that its own operands alone decide, so that a row's bits do not
+depend on the rows beside it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from xjax.kernels.ffi import intrinsic, procedure
+
+_FEATURES = llvm.get_host_cpu_features()
+_HAS_FMA = bool(_FEATURES.get("fma")) or bool(_FEATURES.get("neon"))
+LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
+WIDTH = 2 * LANES  # columns of B in one panel
+HEIGHTS = (6, 4, 2) if LANES == 8 else (12, 8, 4)  # rows that a product can have; 24 sums fill the registers
+
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_VECTOR, _INDEX, _BITS = (
+    ir.VectorType(_F32, LANES),
+    ir.VectorType(_I32, LANES),
+    ir.VectorType(ir.IntType(1), LANES),
+)
+_BYTES = 4 * LANES
+_UNSEEN = -1e30  # as in `xla`: finite, so that a block without a visible key makes no NaN
+_MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to the nearest integer, which its low bits then hold
+# (2**f - 1) / f on [-1/2, 1/2], fitted so that 2**f is right to 1e-7 of itself.
+_EXP2 = (
+    0.6931470036506653,
+    0.24022242426872253,
+    0.05550733581185341,
+    0.009671512991189957,
+    0.0013264723820611835,
+)
+
+Emit = Callable[[Any, Sequence[ir.Value]], None]
+
+
+def _procedure(count: int, emit: Emit) -> Any:
+    """An intrinsic that takes `count` int64 and returns nothing."""
+
+    def generate(context, builder, signature, arguments):
+        emit(builder, arguments)
+        return context.get_dummy_value()
+
+    return procedure(types.void(*[types.int64] * count), generate)
+
+
+# ---- values -----------------------------------------------------------------------------
+
+
+def _splat(builder: Any, value: ir.Value, kind: ir.VectorType = _VECTOR) -> ir.Value:
+    empty = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(empty, value, _I32(0))
+    return builder.shuffle_vector(one, empty, ir.Constant(_INDEX, [0] * LANES))
+
+
+def _all(value: float) -> ir.Value:
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _all_i32(value: int) -> ir.Value:
+    return ir.Constant(_INDEX, [value] * LANES)
+
+
+def _load(
+    builder: Any, address: ir.Value, kind: ir.Type = _VECTOR, offset: int = 0, align: int = 4
+) -> ir.Value:
+    if offset:
+        address = builder.add(address, _I64(offset))
+    return builder.load(builder.inttoptr(address, ir.PointerType()), typ=kind, align=align)
+
+
+def _store(builder: Any, value: ir.Value, address: ir.Value, offset: int = 0) -> None:
+    if offset:
+        address = builder.add(address, _I64(offset))
+    builder.store(value, builder.inttoptr(address, ir.PointerType()), align=4)
+
+
+def _fma(builder: Any, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    if not _HAS_FMA:
+        return builder.fadd(builder.fmul(a, b), c)
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), [a, b, c]
+    )
+
+
+def _larger(builder: Any, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger lane by lane; `b` where either is NaN, which is one instruction on x86."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _across(builder: Any, value: ir.Value, join: Callable[[Any, ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """Join all lanes by halves; every lane of the result holds it."""
+    step = LANES // 2
+    while step:
+        order = ir.Constant(_INDEX, [i ^ step for i in range(LANES)])
+        value = join(builder, value, builder.shuffle_vector(value, ir.Constant(_VECTOR, ir.Undefined), order))
+        step //= 2
+    return value
+
+
+def _power(builder: Any, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Split 2**x into f * q, which is 2**f - 1, and the bits that n adds to an exponent; x = n + f."""
+    moved = builder.fadd(x, _all(_MAGIC))
+    part = builder.fsub(x, builder.fsub(moved, _all(_MAGIC)))
+    value = _all(_EXP2[-1])
+    for coefficient in reversed(_EXP2[:-1]):
+        value = _fma(builder, value, part, _all(coefficient))
+    return part, value, builder.shl(builder.bitcast(moved, _INDEX), _all_i32(23))
+
+
+def _exp2(builder: Any, x: ir.Value) -> ir.Value:
+    """2**x for x <= 0; not under 2**-126. NaN stays NaN."""
+    part, value, exponent = _power(builder, _larger(builder, _all(-126.0), x))
+    value = _fma(builder, value, part, _all(1.0))
+    return builder.bitcast(builder.add(builder.bitcast(value, _INDEX), exponent), _VECTOR)
+
+
+def _tanh(builder: Any, x: ir.Value) -> ir.Value:
+    """tanh(x) = m / (m + 2) with m = exp(2 x) - 1, which keeps its digits near 0."""
+    doubled = builder.fmul(x, _all(2.8853900817779268))  # 2 / ln 2
+    doubled = _larger(builder, _all(-30.0), doubled)
+    doubled = builder.select(builder.fcmp_ordered("<", _all(30.0), doubled), _all(30.0), doubled)
+    part, value, exponent = _power(builder, doubled)
+    whole = builder.bitcast(builder.add(_all_i32(0x3F800000), exponent), _VECTOR)
+    less_one = _fma(builder, whole, builder.fmul(value, part), builder.fsub(whole, _all(1.0)))
+    return builder.fdiv(less_one, builder.fadd(less_one, _all(2.0)))
+
+
+def _widened(builder: Any, address: ir.Value, is_half: bool) -> ir.Value:
+    """LANES numbers of memory as float32: float32 themselves, or the bits of bfloat16."""
+    if not is_half:
+        return _load(builder, address)
+    bits = builder.zext(_load(builder, address, ir.VectorType(_I16, LANES), align=2), _INDEX)
+    return builder.bitcast(builder.shl(bits, _all_i32(16)), _VECTOR)
+
+
+class _Loop:
+    """A counted loop in IR: `with _Loop(builder, stop, step) as i` from 0 while i < stop; stop > 0.
+
+    `carry(value)` gives the value at the start of a trip, `update` the one for the next;
+    after the loop, `results` holds the last ones.
+    """
+
+    def __init__(self, builder: Any, stop: ir.Value, step: int, start: Sequence[Any] = ()) -> None:
+        self._builder, self._stop, self._step = builder, stop, step
+        self._before, self._body = builder.block, builder.append_basic_block("loop")
+        builder.branch(self._body)
+        builder.position_at_end(self._body)
+        self.index = builder.phi(_I64)
+        self.index.add_incoming(_I64(0), self._before)
+        self.values = [builder.phi(value.type) for value in start]
+        for phi, value in zip(self.values, start, strict=True):
+            phi.add_incoming(value, self._before)
+
+    def close(self, values: Sequence[ir.Value] = ()) -> list[ir.Value]:
+        """End the body; `values` are those of the next trip, and after the last one the result."""
+        builder = self._builder
+        following, here = builder.add(self.index, _I64(self._step)), builder.block
+        self.index.add_incoming(following, here)
+        for phi, value in zip(self.values, values, strict=True):
+            phi.add_incoming(value, here)
+        after = builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed("<", following, self._stop), self._body, after)
+        builder.position_at_end(after)
+        return list(values)
+
+
+# ---- products ---------------------------------------------------------------------------
+
+
+def product(height: int, *, row_bytes: int, step_bytes: int, out_bytes: int, fades: bool) -> Any:
+    """Make f(a, b, c, fade, num_steps): `height` rows times one panel of WIDTH columns.
+
+    a      [height, k]      float32 at row_bytes and step_bytes apart
+    b      [k, WIDTH]       float32, packed
+    c      [height, WIDTH]  float32, rows out_bytes apart; overwritten, or with `fades` first
+                            multiplied by fade [height] and then added to
+    """
+
+    def emit(builder: Any, arguments: Sequence[ir.Value]) -> None:
+        a, b, c, fade, num_steps = arguments
+        start = []
+        for row in range(height):
+            factor = _splat(builder, _load(builder, fade, _F32, 4 * row)) if fades else None
+            for half in range(2):
+                if factor is None:
+                    start.append(_all(0.0))
+                else:
+                    old = _load(builder, c, _VECTOR, row * out_bytes + half * _BYTES)
+                    start.append(builder.fmul(old, factor))
+        loop = _Loop(builder, num_steps, 1, start)
+        left = builder.add(a, builder.mul(loop.index, _I64(step_bytes)))
+        right = builder.add(b, builder.mul(loop.index, _I64(2 * _BYTES)))
+        columns = [_load(builder, right, _VECTOR, half * _BYTES) for half in range(2)]
+        following = []
+        for row in range(height):
+            factor = _splat(builder, _load(builder, left, _F32, row * row_bytes))
+            for half in range(2):
+                following.append(_fma(builder, factor, columns[half], loop.values[2 * row + half]))
+        for i, value in enumerate(loop.close(following)):
+            _store(builder, value, c, i // 2 * out_bytes + i % 2 * _BYTES)
+
+    return _procedure(5, emit)
+
+
+# ---- softmax ----------------------------------------------------------------------------
+
+
+def _emit_weigh(builder: Any, arguments: Sequence[ir.Value], num_vectors: int | None) -> None:
+    """Body of `weigh` (a known number of vectors, all seen) and `weigh_seen`."""
+    scores, highest, total, fade = arguments[:4]
+    old_high = _load(builder, highest)
+    if num_vectors is None:
+        first, stop, low, span = arguments[4:]
+        scores = builder.add(scores, builder.mul(first, _I64(_BYTES)))
+        length = builder.sub(stop, first)
+        lane = builder.add(
+            ir.Constant(_INDEX, list(range(LANES))),
+            _splat(builder, builder.trunc(builder.sub(builder.mul(first, _I64(LANES)), low), _I32), _INDEX),
+        )
+        spans = _splat(builder, builder.trunc(span, _I32), _INDEX)
+        loop = _Loop(builder, length, 1, [_all(_UNSEEN), lane])
+        place = builder.add(scores, builder.mul(loop.index, _I64(_BYTES)))
+        value = builder.select(
+            builder.icmp_unsigned("<", loop.values[1], spans), _load(builder, place), _all(_UNSEEN)
+        )
+        _store(builder, value, place)
+        high = loop.close(
+            [_larger(builder, value, loop.values[0]), builder.add(loop.values[1], _all_i32(LANES))]
+        )[0]
+    else:
+        values = [_load(builder, scores, _VECTOR, i * _BYTES) for i in range(num_vectors)]
+        level = values
+        while len(level) > 1:
+            level = [_larger(builder, level[i], level[i + 1]) for i in range(0, len(level), 2)]
+        high = level[0]
+    high = _larger(builder, _across(builder, high, _larger), old_high)
+    fading = _exp2(builder, builder.fsub(old_high, high))
+    _store(builder, high, highest)
+    _store(builder, builder.extract_element(fading, _I32(0)), fade)
+    if num_vectors is None:
+        loop = _Loop(builder, length, 1, [_all(0.0), lane])
+        place = builder.add(scores, builder.mul(loop.index, _I64(_BYTES)))
+        weight = _exp2(builder, builder.fsub(_load(builder, place), high))
+        weight = builder.select(builder.icmp_unsigned("<", loop.values[1], spans), weight, _all(0.0))
+        _store(builder, weight, place)
+        added = loop.close(
+            [builder.fadd(loop.values[0], weight), builder.add(loop.values[1], _all_i32(LANES))]
+        )[0]
+    else:
+        added = _all(0.0)
+        for i, value in enumerate(values):
+            weight = _exp2(builder, builder.fsub(value, high))
+            _store(builder, weight, scores, i * _BYTES)
+            added = builder.fadd(added, weight)
+    _store(builder, _fma(builder, _load(builder, total), fading, added), total)
+
+
+def weigh(num_vectors: int) -> Any:
+    """Make f(scores, highest, total, fade) for a row of num_vectors * LANES scores, all seen.
+
+    scores    [num_vectors * LANES]  in units of ln 2; become exp2(score - highest)
+    highest   [LANES]                of all blocks so far, the same in each lane
+    total     [LANES]                sum of weights, by lane
+    fade      [1]                    what the block's new highest does to everything before
+    """
+    return _procedure(4, lambda builder, arguments: _emit_weigh(builder, arguments, num_vectors))
+
+
+# f(scores, highest, total, fade, first, stop, low, span): the same for vectors first <= i < stop, of which
+# the columns low <= column < low + span are seen; the others get weight 0.
+weigh_seen = _procedure(8, lambda builder, arguments: _emit_weigh(builder, arguments, None))
+
+
+def _emit_cap(builder: Any, arguments: Sequence[ir.Value]) -> None:
+    scores, num_vectors, factor = arguments
+    scale = _splat(builder, _load(builder, factor, _F32))
+    loop = _Loop(builder, num_vectors, 1)
+    place = builder.add(scores, builder.mul(loop.index, _I64(_BYTES)))
+    _store(builder, builder.fmul(_tanh(builder, _load(builder, place)), scale), place)
+    loop.close()
+
+
+# f(scores, num_vectors, factor): scores become factor[0] * tanh(score).
+cap = _procedure(3, _emit_cap)
+
+
+# ---- moving rows ------------------------------------------------------------------------
+
+
+def _transposed(builder: Any, rows: list[ir.Value]) -> list[ir.Value]:
+    """Turn LANES vectors around, by exchanging ever smaller halves."""
+    step = LANES // 2
+    while step:
+        low = ir.Constant(_INDEX, [i if not i & step else i - step + LANES for i in range(LANES)])
+        high = ir.Constant(_INDEX, [i + step if not i & step else i + LANES for i in range(LANES)])
+        for i in range(LANES):
+            if not i & step:
+                a, b = rows[i], rows[i + step]
+                rows[i], rows[i + step] = (
+                    builder.shuffle_vector(a, b, low),
+                    builder.shuffle_vector(a, b, high),
+                )
+        step //= 2
+    return rows
+
+
+def _pack_keys(is_half: bool) -> Any:
+    def emit(builder: Any, arguments: Sequence[ir.Value]) -> None:
+        sources, target, count = arguments
+        bases = [_load(builder, sources, _I64, 8 * i) for i in range(LANES)]
+        loop = _Loop(builder, count, LANES)
+        size = 2 if is_half else 4
+        offset = builder.mul(loop.index, _I64(size))
+        rows = [_widened(builder, builder.add(base, offset), is_half) for base in bases]
+        place = builder.add(target, builder.mul(loop.index, _I64(2 * _BYTES)))
+        for i, value in enumerate(_transposed(builder, rows)):
+            _store(builder, value, place, 2 * _BYTES * i)
+        loop.close()
+
+    return _procedure(3, emit)
+
+
+# f(sources, target, count): LANES rows, of which sources [LANES] int64 are the addresses, become LANES
+# columns of a packed panel; count > 0 is a multiple of LANES.
+pack_keys, pack_half_keys = _pack_keys(False), _pack_keys(True)
+
+
+def _copy_row(is_half: bool) -> Any:
+    def emit(builder: Any, arguments: Sequence[ir.Value]) -> None:
+        source, target, count, panel_bytes = arguments
+        loop = _Loop(builder, count, LANES)
+        value = _widened(
+            builder, builder.add(source, builder.mul(loop.index, _I64(2 if is_half else 4))), is_half
+        )
+        panel = builder.lshr(loop.index, _I64(WIDTH.bit_length() - 1))
+        column = builder.and_(loop.index, _I64(WIDTH - 1))
+        place = builder.add(builder.mul(panel, panel_bytes), builder.mul(column, _I64(4)))
+        _store(builder, value, builder.add(target, place))
+        loop.close()
+
+    return _procedure(4, emit)
+
+
+# f(source, target, count, panel_bytes): a row of count > 0 numbers, a multiple of LANES, is laid into
+# panels of WIDTH columns that are panel_bytes apart.
+copy_row, copy_half_row = _copy_row(False), _copy_row(True)
+
+
+def _emit_put_row(builder: Any, arguments: Sequence[ir.Value]) -> None:
+    source, target, count, panel_bytes, factor = arguments
+    scale = _splat(builder, _load(builder, factor, _F32))
+    loop = _Loop(builder, count, LANES)
+    panel = builder.lshr(loop.index, _I64(WIDTH.bit_length() - 1))
+    column = builder.and_(loop.index, _I64(WIDTH - 1))
+    place = builder.add(builder.mul(panel, panel_bytes), builder.mul(column, _I64(4)))
+    value = builder.fmul(_load(builder, builder.add(source, place)), scale)
+    _store(builder, value, builder.add(target, builder.mul(loop.index, _I64(4))))
+    loop.close()
+
+
+# f(source, target, count, panel_bytes, factor): the way back, times factor[0].
+put_row = _procedure(5, _emit_put_row)
+
+
+@intrinsic
+def load_half(typing_context, address):
+    """One bfloat16 of memory as float32."""
+
+    def generate(context, builder, signature, arguments):
+        bits = builder.zext(_load(builder, arguments[0], _I16, align=2), _I32)
+        return builder.bitcast(builder.shl(bits, _I32(16)), _F32)
+
+    return types.float32(types.int64), generate
