@@ -108,6 +108,8 @@ class Hostile:
     def wrong_types(self) -> bytes:
         draw = self._draw
         fields = {draw.choice(_FIELDS): draw.choice(_VALUES) for _ in range(draw.randint(1, 3))}
+        if fields.get("max_tokens", 4) is None:  # right, and without end
+            fields["max_tokens"] = 0
         return self.send(self.chat(**fields))
 
     def no_json(self) -> bytes:

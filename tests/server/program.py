@@ -6,6 +6,7 @@ program should; "paced" takes 20 ms a token; others answer at once.
 
 import sys
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import xjax
@@ -24,6 +25,9 @@ class FakeLLM:
         if model.endswith("defect"):
             raise ZeroDivisionError("made up")
         self.engine = FakeBackend(pace=0.02 if model.endswith("paced") else 0.0)
+        # What tests look at would grow for as long as a soak runs.
+        self.engine.requests = deque(maxlen=10)
+        self.engine.aborted = deque(maxlen=10)
         self.front = small_front()
         self.max_model_len = self.engine.max_model_len
         self.generation_defaults = {}
