@@ -1,3 +1,6 @@
+import asyncio
+
+import openai
 import pytest
 
 from tests.server.fake_backend import FakeBackend
@@ -319,3 +322,23 @@ def test_special_tokens_in_a_message_stay_text(client, server):
     assert reply.choices[0].finish_reason == "length"
     assert 0 not in server.backend.requests[-1].prompt_ids
     assert reply.choices[0].message.content.startswith("<|end|><|end|>")
+
+
+def test_many_clients_at_once(server):
+    """Streams and replies of many prompts side by side: each client gets its own."""
+    texts = [f"client {number} é😀 " for number in range(48)]
+
+    async def one(client, number):
+        fields = {"messages": user(texts[number]), "max_tokens": 40, "model": "small"}
+        if number % 2:
+            return (await client.chat.completions.create(**fields)).choices[0].message.content
+        stream = await client.chat.completions.create(**fields, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them():
+        client = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        async with client:
+            return await asyncio.gather(*(one(client, number) for number in range(len(texts))))
+
+    for text, found in zip(texts, asyncio.run(all_of_them()), strict=True):
+        assert (text * 3).startswith(found.rstrip("\ufffd")) and len(found) > len(text)
