@@ -1,7 +1,9 @@
 """Measuring: what a machine can do at best, what the engine does on it, what a peer does beside it.
 
     offline/    prefill, decode, start and memory of one process; no sockets
-    serving/    a load client against any OpenAI-compatible server, and the servers beside each other
+    serving/    a load client against any OpenAI-compatible server
+    beside/     our server and its peers, started as children and asked in turn
+    commands/   what `xjax bench` does with all of it
     machine     what the machine is, and how fast it reads and multiplies just now
     samples     medians, percentiles, and None where nothing was measured
     compare     two saved results side by side

@@ -19,7 +19,7 @@ _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encodin
 
 @dataclass
 class Reply:
-    """An answer: steps of an event stream, or a status with a JSON body; `is_cut`: the connection is dropped."""
+    """Steps of an event stream, or a status with a JSON body; `is_cut`: the connection is dropped."""
 
     steps: Sequence[tuple[float, bytes]] = ()
     status: int = 200

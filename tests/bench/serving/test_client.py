@@ -58,7 +58,12 @@ def test_first_token_is_not_the_role_frame():
     ],
 )
 def test_every_channel_counts(frame):
-    steps = [(0.0, delta(role="assistant", content=None)), (0.1, frame), (0.3, delta(content="x")), (0, finish(1, 2))]
+    steps = [
+        (0.0, delta(role="assistant", content=None)),
+        (0.1, frame),
+        (0.3, delta(content="x")),
+        (0, finish(1, 2)),
+    ]
     outcome, _ = _ask(Reply(steps))
     assert 0.1 <= outcome.ttft < 0.1 + SLACK
     assert outcome.tpot == pytest.approx(0.3, abs=SLACK)
@@ -79,7 +84,9 @@ def test_a_last_token_without_text_came_with_the_end():
 
 
 def test_without_usage_the_number_of_tokens_is_not_known():
-    outcome, _ = _ask(Reply([(0, delta(content="a")), (0, delta(content="b")), (0, finish(1, 2, has_usage=False))]))
+    outcome, _ = _ask(
+        Reply([(0, delta(content="a")), (0, delta(content="b")), (0, finish(1, 2, has_usage=False))])
+    )
     assert outcome.error is None
     assert outcome.output_tokens is None and outcome.tpot is None
     assert outcome.ttft is not None
@@ -98,8 +105,7 @@ def test_one_token_has_no_tpot_and_no_text_no_ttft():
     [
         (Reply(status=429, body={"error": {"message": "queue\nfull"}}), "HTTP 429: queue full"),
         (Reply(status=500, body="broken"), "HTTP 500: broken"),
-        (Reply([(0, delta(content="a")), (0, event({"error": {"message": "died"}})), (0, b"data: [DONE]\n\n")]),
-         "error event: died"),
+        (Reply([(0, event({"error": {"message": "died"}})), (0, b"data: [DONE]\n\n")]), "error event: died"),
         (Reply([(0, b'error: {"code": 500, "message": "no room"}\n\n')]), "error event: no room"),
         (Reply([(0, delta(content="a"))]), "the stream ended early"),
         (Reply([(0, b"data: {not json\n\n")]), "JSONDecodeError: "),
@@ -127,7 +133,7 @@ def test_nobody_there():
 
 
 def test_events_are_cut_anywhere():
-    whole = b": note\r\ndata: {\"a\": 1}\r\n\r\nevent: x\ndata:2\n\ndata: [DONE]\n\n"
+    whole = b': note\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:2\n\ndata: [DONE]\n\n'
     for size in range(1, len(whole) + 1):
         lines = EventLines()
         found = [data for at in range(0, len(whole), size) for data in lines.feed(whole[at : at + size])]
@@ -135,7 +141,9 @@ def test_events_are_cut_anywhere():
 
 
 def test_address_key_and_own_fields():
-    endpoint = Endpoint(url="http://h:1/v1/", model="m", extra={"top_k": 5, "temperature": 1}, ignore_eos=False)
+    endpoint = Endpoint(
+        url="http://h:1/v1/", model="m", extra={"top_k": 5, "temperature": 1}, ignore_eos=False
+    )
     assert endpoint.target == "http://h:1/v1/completions"
     body = json.loads(endpoint.body({"prompt": [1], "max_tokens": 2}))
     assert body["top_k"] == 5 and body["temperature"] == 1 and "ignore_eos" not in body

@@ -11,6 +11,7 @@ from xjax_server.bench.serving.load import Load, Repetition
 from xjax_server.bench.serving.measure import Slo, figures
 
 LOAD = Load(2)
+ANY = Slo()
 
 
 def _outcome(ttft, tpot, count, *, due=10.0, prompt=5, error=None):
@@ -21,7 +22,7 @@ def _outcome(ttft, tpot, count, *, due=10.0, prompt=5, error=None):
     )
 
 
-def _figures(outcomes, seconds=2.0, slo=Slo(), output_len=None, client=None):
+def _figures(outcomes, seconds=2.0, slo=ANY, output_len=None, client=None):
     return figures(LOAD, [Repetition(outcomes, seconds, client)], slo, output_len=output_len)
 
 

@@ -85,6 +85,11 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, encoding="utf-8"
         )
 
+    @property
+    def pid(self) -> int:
+        """Number of the child."""
+        return self._child.pid
+
     def ask(self, do: str, **question: Any) -> dict[str, Any]:
         """Put one question and wait for its answer."""
         assert self._child.stdin is not None and self._child.stdout is not None

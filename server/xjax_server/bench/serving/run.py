@@ -182,15 +182,22 @@ class EngineSubject:
 
 
 def run_cases(
-    subjects: Mapping[str, Subject], plan: Plan, progress: Progress
+    subjects: Mapping[str, Subject],
+    plan: Plan,
+    progress: Progress,
+    settle: Callable[[], None] = lambda: None,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Measure every load on every subject; the nonce, and figures by load and subject."""
+    """Measure every load on every subject; the nonce, and figures by load and subject.
+
+    settle   called between warming up and measuring
+    """
     nonce = plan.nonce or secrets.token_hex(4)
     runs: dict[tuple[Load, str], list[Repetition]] = {}
     for load in plan.loads:
         for name, subject in subjects.items():
             progress(f"warming {name}: {load.name}", 0, None)
             subject.warm(load, plan.warmup if plan.warmup is not None else load.streams or PER_STREAM)
+    settle()
     for repeat in range(plan.repeats):
         for load in plan.loads:
             count = plan.count(load)

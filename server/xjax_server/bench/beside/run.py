@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from xjax.errors import XjaxError
+from xjax_server.bench.beside import peers
+from xjax_server.bench.beside.peers import Peer, Setting, Sizes
+from xjax_server.bench.beside.servers import Server, settle
 from xjax_server.bench.offline import worker
 from xjax_server.bench.samples import median
-from xjax_server.bench.serving import peers
 from xjax_server.bench.serving.client import Endpoint
 from xjax_server.bench.serving.load import Load
 from xjax_server.bench.serving.measure import Slo, figures
-from xjax_server.bench.serving.peers import Peer, Setting, Sizes
 from xjax_server.bench.serving.prompts import IdPrompts
 from xjax_server.bench.serving.run import EngineSubject, HttpSubject, Plan, Progress, Subject, run_cases
-from xjax_server.bench.serving.servers import Server
 
 ENGINE = "xjax engine alone"
 OURS = "xjax"
@@ -90,6 +90,7 @@ class Run:
         self._servers: dict[str, Server] = {}
         self._told: dict[str, dict[str, Any]] = {}
         self._skipped: dict[str, str] = {}
+        self._pids: list[int] = []
 
     def __enter__(self) -> "Run":
         return self
@@ -120,6 +121,7 @@ class Run:
                 self._skipped[peer.name] = str(error)
                 continue
             self._servers[peer.name] = server
+            self._pids.append(server.pid)
             self._subjects[peer.name] = _subject(server, self._prompts, self.plan)
             self._told[peer.name] = {
                 "command": server.command, "setting": setting.name, "tried": tried, "build": dict(peer.build),
@@ -134,7 +136,13 @@ class Run:
         )
         child = worker.Worker(ENGINE, command)
         self._stack.callback(child.close)
+        self._pids.append(child.pid)
         self._subjects[ENGINE] = EngineSubject(child, self._prompts)
+
+    def _settle(self) -> None:
+        self._progress("waiting until nothing is compiled any more", 0, None)
+        for pid in self._pids:
+            settle(pid, SETTLE_SECONDS)
 
     def measure(self) -> dict[str, Any]:
         """Every load on every server in turn, and what they answer to one prompt."""
@@ -143,7 +151,7 @@ class Run:
             subject.prepare()
             if isinstance(subject, HttpSubject):
                 samples[name] = subject.sample("sample", _SAMPLE_TOKENS)
-        nonce, cases = run_cases(self._subjects, self.plan, self._progress)
+        nonce, cases = run_cases(self._subjects, self.plan, self._progress, self._settle)
         for name, server in self._servers.items():
             self._told[name]["peak_bytes"] = server.peak_bytes()
         return {

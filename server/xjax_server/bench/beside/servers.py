@@ -19,7 +19,7 @@ from pathlib import Path
 from xjax.errors import EngineError
 
 _POLL = 0.1
-_IDLE_SHARE = 0.05  # of one processor, within a second
+_IDLE_SHARE, _IDLE_SECONDS = 0.05, 2  # of one processor, in so many seconds on end
 
 
 def free_port() -> int:
@@ -27,6 +27,41 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def processes(pid: int) -> Iterator[Path]:
+    """Folders in /proc of a process and of what it started; none where the system has no /proc."""
+    waiting = [pid]
+    while waiting:
+        folder = Path(f"/proc/{waiting.pop()}")
+        try:
+            for task in (folder / "task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+        except OSError:
+            continue
+        yield folder
+
+
+def work_seconds(pid: int) -> float | None:
+    """Processor time so far of a process and of what it started; None where the system does not tell."""
+    ticks = 0
+    for folder in processes(pid):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+def settle(pid: int, seconds: float) -> None:
+    """Wait, no longer than that, until a process does nothing: programs may still be compiled behind."""
+    until, num_idle, before = time.monotonic() + seconds, 0, work_seconds(pid)
+    while before is not None and num_idle < _IDLE_SECONDS and time.monotonic() < until:
+        time.sleep(1)
+        now = work_seconds(pid)
+        num_idle = num_idle + 1 if now is not None and now - before < _IDLE_SHARE else 0
+        before = now
 
 
 class Server:
@@ -52,6 +87,11 @@ class Server:
             self._log.close()
             raise EngineError(f"{name} cannot be started: {error}") from error
 
+    @property
+    def pid(self) -> int:
+        """Number of the child."""
+        return self._child.pid
+
     def wait(self, seconds: float) -> None:
         """Wait until it answers. Raises EngineError, with its last line, when it ends before that."""
         until = time.monotonic() + seconds
@@ -72,15 +112,8 @@ class Server:
             return False
 
     def settle(self, seconds: float) -> None:
-        """Wait, no longer than that, until it does nothing: programs may still be compiled behind."""
-        until = time.monotonic() + seconds
-        before = self.work_seconds()
-        while before is not None and time.monotonic() < until:
-            time.sleep(1)
-            now = self.work_seconds()
-            if now is None or now - before < _IDLE_SHARE:
-                return
-            before = now
+        """Wait, no longer than that, until it does nothing."""
+        settle(self._child.pid, seconds)
 
     def log(self) -> str:
         """What it has written so far."""
@@ -90,33 +123,10 @@ class Server:
     def _last_line(self) -> str:
         return (self.log().strip().splitlines() or ["it wrote nothing"])[-1]
 
-    def _processes(self) -> Iterator[Path]:
-        """Folders in /proc of the child and what it started."""
-        waiting = [self._child.pid]
-        while waiting:
-            folder = Path(f"/proc/{waiting.pop()}")
-            try:
-                for task in (folder / "task").iterdir():
-                    waiting += map(int, (task / "children").read_text().split())
-            except OSError:
-                continue
-            yield folder
-
-    def work_seconds(self) -> float | None:
-        """Processor time so far, with its own children; None where the system does not tell."""
-        ticks = 0
-        for folder in self._processes():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
-
     def peak_bytes(self) -> int | None:
         """Most memory it has held, with its own children; None where the system does not tell."""
         total = 0
-        for folder in self._processes():
+        for folder in processes(self._child.pid):
             try:
                 lines = (folder / "status").read_text().splitlines()
             except OSError:

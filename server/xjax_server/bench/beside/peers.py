@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xjax.errors import EngineError, RequestError
-from xjax_server.bench.serving.servers import Server, free_port
+from xjax_server.bench.beside.servers import Server, free_port
 
 SERVED = "bench"  # the model's name at every server
 _CACHE_ENTRIES = (

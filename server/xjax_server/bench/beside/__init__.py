@@ -1,0 +1,1 @@
+"""Our server and its peers beside each other: processes, settings that peers are tried with, turns."""

@@ -1,0 +1,38 @@
+"""Saved results and their tables: what every command of `xjax bench` ends with, and comparing two."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from xjax.errors import RequestError
+from xjax_server.bench import compare as results
+from xjax_server.bench.offline import report as offline_report
+from xjax_server.bench.serving import report as serving_report
+
+KINDS: dict[str, results.Numbers] = {"offline": offline_report.numbers, "serving": serving_report.numbers}
+_WIDTH = 190  # of tables that go into a file
+
+
+def tables() -> Console:
+    """Where tables go."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDTH)
+
+
+def finish(result: dict[str, Any], path: Path | None, show: Callable[[Any, Console], None]) -> None:
+    """Save a result where a path is given, and show it."""
+    if path is not None:
+        results.save(result, path)
+    show(result, tables())
+
+
+def compare(a: Path, b: Path) -> None:
+    """Show two saved results side by side. Raises RequestError where they are not of one kind."""
+    first, second = results.load(a, KINDS), results.load(b, KINDS)
+    if first["kind"] != second["kind"]:
+        raise RequestError(
+            f"{a} is of kind {first['kind']}, {b} of kind {second['kind']}: not to be compared"
+        )
+    results.compare(first, second, KINDS[first["kind"]], tables())
