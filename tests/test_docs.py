@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import socket
 import tomllib
 from collections import Counter
 
@@ -15,7 +16,8 @@ from scripts import write_docs
 from tests.cli.fake_llm import FakeLLM
 from tests.sources import ROOT, Source, all_sources, make_source
 from xjax.checkpoints import hub
-from xjax_server.cli import main
+from xjax_server import lifecycle
+from xjax_server.cli import main, serve
 
 SHAPED_PARTS = {"kernels", "state", "sampling", "models"}
 ARRAY_TYPES = re.compile(r"\b(Array|ndarray|NDArray|ArrayLike)\b")
@@ -156,13 +158,17 @@ def test_readme_commands_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(hub, "pull", lambda *args, **options: tmp_path)
     monkeypatch.setattr(hub, "list_models", lambda *args, **options: [])
     monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(EOFError))
+    # How a server runs is tested elsewhere; here it ends before it begins.
+    monkeypatch.setattr(lifecycle, "listen", lambda *place: socket.socket())
+    monkeypatch.setattr(lifecycle, "run", lambda plan, listener: listener.close() or True)
+    monkeypatch.setattr(serve, "_set_up_logging", lambda level: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     lines = "".join(_code_blocks("README.md", "sh")).splitlines()
     commands = [re.split(r"&&|\|", line)[-1].strip() for line in lines]
     commands = [shlex.split(command.removeprefix(".venv/bin/")) for command in commands]
     ours = [command[1:] for command in commands if command[0] == "xjax"]
-    assert len(ours) == 7
+    assert len(ours) == 8
     for arguments in ours:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"from the pipe\n")))
         assert main(arguments) == 0, arguments

@@ -224,7 +224,17 @@ def test_rule_5_sees_two_folders_that_import_each_other():
 
 
 @pytest.mark.parametrize(
-    "module", ["xjax", "xjax.scheduler", "xjax.checkpoints", "xjax.text", "xjax_server.cli"]
+    "module",
+    [
+        "xjax",
+        "xjax.scheduler",
+        "xjax.checkpoints",
+        "xjax.text",
+        "xjax_server.app",
+        "xjax_server.cli",
+        "xjax_server.lifecycle",
+        "xjax_server.openai",
+    ],
 )
 def test_host_import_loads_no_device_library(module):
     unwanted = {"jax", "jaxlib", "flax", "huggingface_hub"}
