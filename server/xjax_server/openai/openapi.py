@@ -85,7 +85,7 @@ def _operation(
     content: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
     if chunk is not None:
         note = f"events whose data is a {chunk.__name__}, then [DONE]"
-        content["text/event-stream"] = {"schema": {"type": "string", "description": note}}
+        content["text/event-stream"] = {"schema": {"description": note}}
     errors = {
         status: {"description": text, "content": {"application/json": {"schema": _ref(ErrorReply)}}}
         for status, text in ERRORS.items()
