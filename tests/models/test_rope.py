@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,3 +93,18 @@ def test_rotation(first):
     np.testing.assert_allclose(
         found, np.concatenate([turned.real, turned.imag], -1), atol=1e-5 + first * 4e-7
     )
+
+
+def test_angles_are_computed_once_for_all_layers():
+    """A compiler that fuses cosines into their readers computes them for every layer and head."""
+    rope = Rope(dim=16, theta=10000.0)
+
+    def layers(x, position, weights):
+        cos, sin = angles(rope, position)
+        for weight in weights:
+            x = x + rotate(x, cos, sin) @ weight
+        return x
+
+    shapes = (jnp.zeros((32, 4, 16)), jnp.arange(32), [jnp.zeros((16, 16))] * 3)
+    text = jax.jit(layers).lower(*shapes).compile().as_text()
+    assert (text.count("cosine("), text.count("sine(") - text.count("cosine(")) == (1, 1)

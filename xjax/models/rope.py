@@ -100,8 +100,14 @@ def angles(rope: Rope, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     frequencies = jnp.asarray(inverse_frequencies(rope), jnp.float32)
     angle = position.astype(jnp.float32)[:, None] * frequencies[None, :]
-    # Without the barrier every layer's fusion computes them again for every head.
-    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+
+    def wave(is_sine: jax.Array) -> jax.Array:
+        return jnp.where(is_sine, jnp.sin(angle), jnp.cos(angle))
+
+    # A loop, since XLA does not fuse its results into what reads them: with a barrier alone, which its
+    # CPU compiler drops, every layer computes them again for every head.
+    cos, sin = jax.lax.map(wave, jnp.array([False, True]))
+    return cos, sin
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
