@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from xjax_server.bench import compare
 from xjax_server.bench.beside import peers
 from xjax_server.bench.beside import run as beside
 from xjax_server.bench.beside.peers import Peer, Setting, Sizes
-from xjax_server.bench.beside.servers import Server, free_port
+from xjax_server.bench.beside.servers import Server, ending_children, free_port
 from xjax_server.bench.serving import report
 from xjax_server.bench.serving.client import Endpoint
 from xjax_server.bench.serving.cost import CostPlan, measure_cost
@@ -148,6 +149,16 @@ def test_tables_and_comparing(tmp_path):
     assert "not the same models: first and other" in out.getvalue()
 
 
+def test_our_server_is_compared_with_the_engine_alone():
+    result, _ = _run()
+    for case in result["models"][0]["cases"]:
+        figures = case["subjects"].pop("server")
+        alone = json.loads(json.dumps(figures))
+        alone["output_tokens_per_second"]["median"] = figures["output_tokens_per_second"]["median"] / 0.93
+        case["subjects"] = {beside.OURS: figures, beside.ENGINE: alone}
+    assert "2 streams: the server gives 93% of the tokens/s of the engine alone" in _shown(result)
+
+
 def test_a_file_that_is_no_result_is_refused(tmp_path, capsys):
     (tmp_path / "a.json").write_text("{}")
     assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 2
@@ -213,6 +224,13 @@ def test_a_server_process_is_awaited_and_stopped():
         server.stop()
     with pytest.raises(EngineError, match="gone cannot be started"):
         Server("gone", ["/no/such/program"], port=port, ready="/")
+
+
+def test_who_is_terminated_stops_what_he_started():
+    with pytest.raises(SystemExit) as ended, ending_children():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_server_that_ends_says_why():

@@ -13,6 +13,7 @@ from rich.table import Table
 from xjax.errors import RequestError
 from xjax_server.bench import machine
 from xjax_server.bench.beside import run as beside
+from xjax_server.bench.beside.servers import ending_children
 from xjax_server.bench.commands.flags import LoadFlags
 from xjax_server.bench.commands.results import finish, tables
 from xjax_server.bench.models import find_models
@@ -121,7 +122,7 @@ def serving(
     """Start servers beside each other and put them under the same load in turn."""
     plan, chosen = plan_of(flags), beside.Beside(threads=threads, peers=peers, has_engine=has_engine)
     files, described, found = find_models(models), machine.describe(), list[dict[str, Any]]()
-    with TemporaryDirectory(prefix="xjax-bench-") as folder:
+    with ending_children(), TemporaryDirectory(prefix="xjax-bench-") as folder:
         for file in files:
             one = beside.run_model(
                 file, plan, chosen, vocab_size=flags.vocab_size, folder=Path(folder), progress=progress

@@ -11,7 +11,8 @@ from xjax_server.bench.samples import divide, median, shown
 from xjax_server.bench.serving.measure import KINDS, RATES
 
 Case = Mapping[str, Any]
-_FIRST = "xjax"  # others are compared with it where it was measured
+# Others are compared with our server where it was measured, and it with the engine that has no server.
+_FIRST, _ENGINE = "xjax", "xjax engine alone"
 
 
 def _times(summary: Mapping[str, float] | None, scale: float, digits: int) -> str:
@@ -65,6 +66,12 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     for name, reason in found["skipped"].items():
         yield f"{name}: skipped: {reason}"
     for case in found["cases"]:
+        served, alone = (case["subjects"].get(name) for name in (_FIRST, _ENGINE))
+        if served and alone:
+            rates = [median(item["output_tokens_per_second"]) for item in (served, alone)]
+            share = divide(*rates)
+            told = "-" if share is None else f"{share:.0%}"
+            yield f"{case['load']}: the server gives {told} of the tokens/s of the engine alone"
         for name, figures in case["subjects"].items():
             yield from _remarks(f"{case['load']}, {name}", figures)
 
