@@ -19,14 +19,15 @@ from xjax.state.batch import BatchShape, Packed, unpack
 from xjax.state.kv import EngineState, abstract_state
 
 
-@functools.partial(jax.jit, static_argnames=("family", "config", "shape"), donate_argnums=2)
+@functools.partial(jax.jit, static_argnames=("family", "config", "shape", "backend"), donate_argnums=2)
 def run_step(
-    params: Any, packed: Any, state: EngineState, *, family: Family, config: Any, shape: BatchShape
-) -> tuple[jax.Array, EngineState]:
+    params: Any, packed: Any, state: EngineState, *, family: Family, config: Any, shape: BatchShape,
+    backend: str,
+) -> tuple[jax.Array, EngineState]:  # fmt: skip
     """Logits of every token of a step, [N, V], and the new state."""
-    batch, _ = unpack(packed, shape)
+    batch, _ = unpack(packed, shape, backend=backend)
     hidden, state = family.forward(params, config, state, batch)
-    return family.logits(params, config, hidden), state
+    return family.logits(params, config, hidden, backend=backend), state
 
 
 class PagedRows:
@@ -39,10 +40,10 @@ class PagedRows:
     def __init__(
         self, family: Family, config: Any, params: Any, *, num_rows: int, num_tiles: int, tile: int = 8,
         page_size: int = 4, max_pages: int = 16, seed: int = 0, dtype: str = "float32",
-        can_decode: bool = True,
+        can_decode: bool = True, backend: str = "xla",
     ) -> None:  # fmt: skip
         self.family, self.config, self.params, self.page_size = family, config, params, page_size
-        spec = family.cache_spec(config)
+        self.backend, spec = backend, family.cache_spec(config)
         self.groups = page_groups(spec)
         self.shape = BatchShape(
             num_rows=num_rows, num_decode=num_rows if can_decode else 0, num_prefill=num_tiles * tile,
@@ -79,8 +80,9 @@ class PagedRows:
         for row, ids, at in placed:
             self._place(packed, row, ids, at)
         out, self.state = run_step(
-            self.params, packed.vector, self.state, family=self.family, config=self.config, shape=shape
-        )
+            self.params, packed.vector, self.state, family=self.family, config=self.config, shape=shape,
+            backend=self.backend,
+        )  # fmt: skip
         out = np.asarray(out)
         for row, ids, at in placed:
             self.logits[row].extend(out[at : at + len(ids)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.device
 
 TOLERANCE = 1e-4
 SHORT = [name for name, case in CASES.items() if case.length < 100]
+BACKENDS = ["xla", "numba"] if importlib.util.find_spec("numba") else ["xla"]
 LONG = [name for name, case in CASES.items() if case.length >= 100]
 
 
@@ -58,19 +60,21 @@ def test_golden_file_holds_every_case():
     assert all(logits.std() >= 1 for logits in expected().values())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SHORT)
-def test_any_chunking(name):
+def test_any_chunking(name, backend):
     ids = CASES[name].ids
     for chunks in ([44], [1] * 44, [3, 1, 8, 9, 1, 1, 16, 5], [7, 30, 7], [40, 1, 1, 1, 1]):
-        logits = run_alone(rows_of(name), ids, chunks)
+        logits = run_alone(rows_of(name, backend=backend), ids, chunks)
         assert error(name, logits) < TOLERANCE, chunks
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SHORT)
-def test_ragged_mix(name):
+def test_ragged_mix(name, backend):
     """Three rows: the golden prompt twice, once behind, and another prompt between them."""
     ids = [int(token) for token in CASES[name].ids]
-    rows, other = rows_of(name, seed=1), [5] * 44
+    rows, other = rows_of(name, seed=1, backend=backend), [5] * 44
     rows.step({}, [(0, ids[:13]), (1, other[:20]), (2, ids[:3])])
     rows.step({0: ids[13]}, [(2, ids[3:30])])
     rows.step({0: ids[14], 1: other[20], 2: ids[30]}, [])
@@ -80,10 +84,12 @@ def test_ragged_mix(name):
     assert error(name, np.stack(rows.logits[2])) < TOLERANCE
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", LONG)
-def test_long_positions(name):
+def test_long_positions(name, backend):
     family, config, params = model(name)
-    rows = PagedRows(family, config, params, num_rows=1, num_tiles=17, tile=128, page_size=16, max_pages=132)
+    size = {"num_rows": 1, "num_tiles": 17, "tile": 128, "page_size": 16, "max_pages": 132}
+    rows = PagedRows(family, config, params, **size, backend=backend)
     assert error(name, run_alone(rows, CASES[name].ids, [1100, 988, 1, 11])) < TOLERANCE
 
 

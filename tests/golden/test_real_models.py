@@ -4,6 +4,7 @@ The reference files hold prompts, greedy ids and the best five log-probabilities
 steps, made from the same GGUF files dequantized to float32.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -21,7 +22,10 @@ pytestmark = [pytest.mark.device, pytest.mark.model]
 TOLERANCE = 1e-3
 
 
-def _check(path: Path, reference: str) -> None:
+BACKENDS = ["xla", "numba"] if importlib.util.find_spec("numba") else ["xla"]
+
+
+def _check(path: Path, reference: str, backend: str) -> None:
     checkpoint = open_checkpoint(path)
     family, config = load_config(
         checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors
@@ -41,6 +45,7 @@ def _check(path: Path, reference: str) -> None:
             page_size=16,
             max_pages=64,
             can_decode=False,
+            backend=backend,
         )
         chunks = [256] * (len(tokens) // 256) + [len(tokens) % 256]
         logits = run_alone(rows, tokens, [count for count in chunks if count])[start - 1 :].astype(np.float64)
@@ -52,9 +57,11 @@ def _check(path: Path, reference: str) -> None:
                 assert logprobs[step, token] == pytest.approx(wanted, abs=TOLERANCE), (prompt["name"], step)
 
 
-def test_smollm2(smollm2_path):
-    _check(smollm2_path, "smollm2_135m.json")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_smollm2(smollm2_path, backend):
+    _check(smollm2_path, "smollm2_135m.json", backend)
 
 
-def test_gemma3(gemma_path):
-    _check(gemma_path, "gemma3_270m.json")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gemma3(gemma_path, backend):
+    _check(gemma_path, "gemma3_270m.json", backend)

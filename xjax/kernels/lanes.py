@@ -7,7 +7,7 @@ attention's pages or an FFI frame.
 
     product     C[r, :] (+)= sum over k of A[r, k] * B[k, :]     in rising k, each sum on its own
     weigh       one row of scores -> exp2(score - highest), with highest, sum and fade kept
-    pack_keys   LANES rows -> columns            copy_row, put_row     widen, scale
+    pack_keys, pack_rows   rows -> columns       copy_row, put_row     widened; divided by the sum
 
 Every sum is taken in an order that its own operands alone decide, so that a row's bits do not
 depend on the rows beside it.
@@ -27,7 +27,9 @@ _FEATURES = llvm.get_host_cpu_features()
 _HAS_FMA = bool(_FEATURES.get("fma")) or bool(_FEATURES.get("neon"))
 LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
 WIDTH = 2 * LANES  # columns of B in one panel
-HEIGHTS = (6, 4, 2) if LANES == 8 else (12, 8, 4)  # rows that a product can have; 24 sums fill the registers
+HEIGHTS = {16: (12, 8, 4), 8: (6, 4, 2), 4: (4, 2, 1)}[
+    LANES
+]  # rows of a product: 24 or fewer sums fit the registers
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR, _INDEX, _BITS = (
@@ -322,25 +324,35 @@ def _transposed(builder: Any, rows: list[ir.Value]) -> list[ir.Value]:
     return rows
 
 
-def _pack_keys(is_half: bool) -> Any:
+def _turn_rows(is_half: bool, step_bytes: int, has_factor: bool) -> Any:
     def emit(builder: Any, arguments: Sequence[ir.Value]) -> None:
-        sources, target, count = arguments
+        sources, target, count = arguments[:3]
+        scale = _splat(builder, _load(builder, arguments[3], _F32)) if has_factor else None
         bases = [_load(builder, sources, _I64, 8 * i) for i in range(LANES)]
         loop = _Loop(builder, count, LANES)
-        size = 2 if is_half else 4
-        offset = builder.mul(loop.index, _I64(size))
+        offset = builder.mul(loop.index, _I64(2 if is_half else 4))
         rows = [_widened(builder, builder.add(base, offset), is_half) for base in bases]
-        place = builder.add(target, builder.mul(loop.index, _I64(2 * _BYTES)))
+        place = builder.add(target, builder.mul(loop.index, _I64(step_bytes)))
         for i, value in enumerate(_transposed(builder, rows)):
-            _store(builder, value, place, 2 * _BYTES * i)
+            _store(builder, value if scale is None else builder.fmul(value, scale), place, step_bytes * i)
         loop.close()
 
-    return _procedure(3, emit)
+    return _procedure(4 if has_factor else 3, emit)
 
 
 # f(sources, target, count): LANES rows, of which sources [LANES] int64 are the addresses, become LANES
-# columns of a packed panel; count > 0 is a multiple of LANES.
-pack_keys, pack_half_keys = _pack_keys(False), _pack_keys(True)
+# columns of a packed panel of WIDTH; count > 0 is a multiple of LANES.
+pack_keys, pack_half_keys = _turn_rows(False, 2 * _BYTES, False), _turn_rows(True, 2 * _BYTES, False)
+
+
+def pack_rows(height: int) -> Any:
+    """Make f(sources, target, count, factor): `height` rows times factor[0] become a panel [count, height].
+
+    sources   [LANES] int64, addresses of rows, any after the first `height`
+    count     > 0, a multiple of LANES
+    Whole vectors are stored, so up to LANES - height numbers after the panel are overwritten.
+    """
+    return _turn_rows(False, 4 * height, True)
 
 
 def _copy_row(is_half: bool) -> Any:
@@ -365,19 +377,24 @@ copy_row, copy_half_row = _copy_row(False), _copy_row(True)
 
 
 def _emit_put_row(builder: Any, arguments: Sequence[ir.Value]) -> None:
-    source, target, count, panel_bytes, factor = arguments
-    scale = _splat(builder, _load(builder, factor, _F32))
-    loop = _Loop(builder, count, LANES)
-    panel = builder.lshr(loop.index, _I64(WIDTH.bit_length() - 1))
-    column = builder.and_(loop.index, _I64(WIDTH - 1))
-    place = builder.add(builder.mul(panel, panel_bytes), builder.mul(column, _I64(4)))
-    value = builder.fmul(_load(builder, builder.add(source, place)), scale)
-    _store(builder, value, builder.add(target, builder.mul(loop.index, _I64(4))))
-    loop.close()
+    source, target, count, panel_bytes, total, inverse = arguments
+    sums = _across(builder, _load(builder, total), lambda builder, a, b: builder.fadd(a, b))
+    scale = builder.fdiv(_all(1.0), sums)
+    _store(builder, builder.extract_element(scale, _I32(0)), inverse)
+    is_empty = builder.icmp_signed("==", count, _I64(0))
+    with builder.if_then(builder.not_(is_empty)):
+        loop = _Loop(builder, count, LANES)
+        panel = builder.lshr(loop.index, _I64(WIDTH.bit_length() - 1))
+        column = builder.and_(loop.index, _I64(WIDTH - 1))
+        place = builder.add(builder.mul(panel, panel_bytes), builder.mul(column, _I64(4)))
+        value = builder.fmul(_load(builder, builder.add(source, place)), scale)
+        _store(builder, value, builder.add(target, builder.mul(loop.index, _I64(4))))
+        loop.close()
 
 
-# f(source, target, count, panel_bytes, factor): the way back, times factor[0].
-put_row = _procedure(5, _emit_put_row)
+# f(source, target, count, panel_bytes, total, inverse): the way back for a row of count numbers, a multiple
+# of LANES, divided by the sum of total [LANES]; inverse [1] becomes what it was multiplied with.
+put_row = _procedure(6, _emit_put_row)
 
 
 @intrinsic

@@ -35,7 +35,8 @@ from xjax.kernels.lanes import HEIGHTS, LANES, WIDTH
 
 NAME = "xjax_attention"
 _BLOCK = 128  # keys; a multiple of WIDTH
-_ROWS = 96  # queries of an item, about: enough to pay for packing keys, few enough to share out
+_MANY_ROWS, _FEW_ROWS = 192, 96  # queries of an item, about: many pay for packing keys, few can be shared out
+_MANY_WORKERS = 5  # from here on few
 _PANEL_BYTES = 4 * WIDTH
 _LOG2E = 1.4426950408889634
 _UNSEEN = -1e30  # as in `xla`
@@ -51,9 +52,10 @@ _MOST_WORKERS = 64
 ) = range(36)  # fmt: skip
 
 
-def _layout(num_decode: int, tile: int, window: int | None, group: int, dim: int) -> np.ndarray:
+def _layout(num_decode: int, tile: int, window: int | None, group: int, dim: int, workers: int) -> np.ndarray:
     """What a call is told beside its arrays: the slots from _NUM_DECODE on; places in a worker's scratch."""
-    part = min(max(_ROWS // group, 1), max(tile, 1))
+    rows = _FEW_ROWS if workers >= _MANY_WORKERS else _MANY_ROWS
+    part = min(max(rows // group, 1), max(tile, 1))
     most = -(-part * group // LANES) * LANES + LANES
     deep, wide = -(-dim // LANES) * LANES, -(-dim // WIDTH) * WIDTH
     floats = (
@@ -83,6 +85,7 @@ def _values(height: int):
 _TALL, _MIDDLE, _LOW = HEIGHTS
 _scores_tall, _scores_middle, _scores_low = (_scores(height) for height in HEIGHTS)
 _values_tall, _values_middle, _values_low = (_values(height) for height in HEIGHTS)
+_pack_tall, _pack_middle, _pack_low = (lanes.pack_rows(height) for height in HEIGHTS)
 _weigh_all = lanes.weigh(_BLOCK // LANES)
 _weigh_seen, _cap, _put_row = lanes.weigh_seen, lanes.cap, lanes.put_row
 _pack_keys, _pack_half_keys = lanes.pack_keys, lanes.pack_half_keys
@@ -152,18 +155,29 @@ def _attend(block, scratch, head, first, count):
 @njit
 def _load_queries(block, scratch, head, first, count):
     """Scale the queries and lay them into panels [D, height]; returns the rows, padding counted."""
-    group, dim, scale = own(block, _GROUP), own(block, _DIM), load_f32(own(block, _FACTORS))
+    group, dim, scale = own(block, _GROUP), own(block, _DIM), own(block, _FACTORS)
     panel, row, num_rows = scratch + own(block, _QUERIES), 0, count * group
+    sources, zeros = scratch + own(block, _ADDRESSES), scratch + own(block, _ZEROS)
+    whole = dim - remainder(dim, LANES)
+    _fill(zeros, 4 * dim, np.float32(0))
     while row < num_rows:
         height = _height(num_rows - row)
-        for i in range(height):
+        for i in range(LANES):
             token, inner = quotient(row + i, group), remainder(row + i, group)
-            source = (
-                own(block, _Q) + 4 * (((first + token) * own(block, _KV_HEADS) + head) * group + inner) * dim
-            )
-            is_there = row + i < num_rows
-            for d in range(dim):
-                value = load_f32(source + 4 * d) * scale if is_there else np.float32(0)
+            at = ((first + token) * own(block, _KV_HEADS) + head) * group + inner
+            source = own(block, _Q) + 4 * at * dim
+            store_i64(sources + 8 * i, source if row + i < num_rows else zeros)
+        if whole == 0:
+            pass
+        elif height == _TALL:
+            _pack_tall(sources, panel, whole, scale)
+        elif height == _MIDDLE:
+            _pack_middle(sources, panel, whole, scale)
+        else:
+            _pack_low(sources, panel, whole, scale)
+        for i in range(height if whole < dim else 0):
+            for d in range(whole, dim):
+                value = load_f32(load_i64(sources + 8 * i) + 4 * d) * load_f32(scale)
                 store_f32(panel + 4 * (d * height + i), value)
         row += height
         panel += 4 * height * dim
@@ -198,7 +212,6 @@ def _load_block(block, scratch, head, first, start, begin, stop):
     """Pack the keys begin <= i < stop of the block at position `start` by columns, the values by rows."""
     dim, is_half = own(block, _DIM), own(block, _IS_HALF)
     addresses, zeros = scratch + own(block, _ADDRESSES), scratch + own(block, _ZEROS)
-    _fill(zeros, 4 * dim, np.float32(0))
     _find_keys(block, addresses, zeros, head, first, start, begin, stop)
     whole = dim - remainder(dim, LANES)
     for i in range(begin - remainder(begin, LANES), stop, LANES):
@@ -302,18 +315,11 @@ def _store_result(block, scratch, head, first, count):
     whole, panel_bytes = dim - remainder(dim, LANES), own(block, _MOST) * _PANEL_BYTES
     factor = scratch + own(block, _FADE)
     for row in range(count * group):
-        sums = scratch + own(block, _TOTAL) + 4 * row * LANES
-        total = np.float32(0)
-        for lane in range(LANES):
-            total += load_f32(sums + 4 * lane)
-        store_f32(factor, np.float32(1) / total)
         source = scratch + own(block, _RESULT) + row * _PANEL_BYTES
         token, inner = quotient(row, group), remainder(row, group)
-        target = (
-            own(block, _OUT) + 4 * (((first + token) * own(block, _KV_HEADS) + head) * group + inner) * dim
-        )
-        if whole > 0:
-            _put_row(source, target, whole, panel_bytes, factor)
+        at = ((first + token) * own(block, _KV_HEADS) + head) * group + inner
+        target = own(block, _OUT) + 4 * at * dim
+        _put_row(source, target, whole, panel_bytes, scratch + own(block, _TOTAL) + 4 * row * LANES, factor)
         for d in range(whole, dim):
             place = quotient(d, WIDTH) * panel_bytes + 4 * remainder(d, WIDTH)
             store_f32(target + 4 * d, load_f32(source + place) * load_f32(factor))
@@ -417,8 +423,8 @@ def attend(
     if k.dtype not in (jnp.float32, jnp.uint16):
         return xla.attend(q, k, v, table, row_of, position, **static)
     register()
-    layout = _layout(num_decode, tile, window, q.shape[1] // k.shape[1], q.shape[2])
     workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    layout = _layout(num_decode, tile, window, q.shape[1] // k.shape[1], q.shape[2], workers)
     call = jax.ffi.ffi_call(
         NAME,
         (
