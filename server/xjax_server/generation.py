@@ -163,8 +163,12 @@ class Generation:
         self._is_late = False
         timer = None if timeout is None else loop.call_later(timeout, self._be_late)
         try:
-            # A wake-up may come for what was taken already.
-            while not (self._buffer or self._is_late or self._error or self.is_closed):
+            # A wake-up may come for what was taken already, and its mark may still be up: what comes next
+            # would not wake anybody. So the mark goes down before every look at the buffer.
+            while True:
+                self._is_marked = False
+                if self._buffer or self._is_late or self._error or self.is_closed:
+                    break
                 self._waiting = loop.create_future()
                 await self._waiting
         finally:

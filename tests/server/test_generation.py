@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.server.fake_backend import EOS, FakeBackend, served
 from tests.server.running import until
 from xjax.errors import CapacityError, EngineError, RequestError
 from xjax.request import FinishReason, SamplingParams
+from xjax.text.answer import Delta
 from xjax_server.errors import Unavailable
 from xjax_server.generation import Generation, Prompt
 from xjax_server.limits import Limits
@@ -169,6 +171,38 @@ def test_a_wake_up_for_what_was_taken_already_is_no_silence():
         generation.close()
 
     backend = FakeBackend(pace=0.01)
+    backend.hold()
+    run(backend, work)
+
+
+def test_what_comes_while_a_buffer_is_emptied_does_not_hide_what_comes_next():
+    class Buffer(deque):
+        def popleft(self):
+            item = super().popleft()
+            if not late:  # the output thread, in the middle of the taker's turn
+                late.append(item)
+                generation.put(item)
+            return item
+
+    late = []
+
+    async def work(service):
+        nonlocal generation
+        generation = await Generation.start(service, [prompt()], request_id="a")
+        generation._buffer = Buffer()
+        item = (0, Delta(sample_id=0, text="h", token_ids=(104,)))
+        generation.put(item)
+        assert len(await generation.next()) == 2
+        taker = asyncio.create_task(generation.next(5))
+        await asyncio.sleep(0.02)  # by now the wake-up has come, for nothing
+        generation.put(item)
+        began = time.monotonic()
+        assert await taker == [item]
+        assert time.monotonic() - began < 1
+        generation.close()
+
+    generation = None
+    backend = FakeBackend()
     backend.hold()
     run(backend, work)
 
