@@ -158,3 +158,44 @@ def test_a_huge_template_is_refused_at_once(tmp_path):
     assert load_template(folder(tmp_path, chat_template__jinja=text))
     with pytest.raises(LoadError, match="longer than 1048576 characters"):
         load_template(folder(tmp_path, chat_template__jinja=text + "x"))
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+SILENT = [{"role": "user", "content": "None"}, CALL, {"role": "tool", "content": "42"}]
+
+
+@pytest.mark.parametrize("call", [CALL, CALL | {"content": None}], ids=["absent", "null"])
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "{% for m in messages %}[{{ m['role'] + m['content'] }}]{% endfor %}",
+            "[userNone][assistant][tool42]",
+        ),
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[None][][42]"),
+        ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}", "[None][][42]"),
+        # One that knows tool calls is given what it asks for.
+        (
+            "{% for m in messages %}[{% if m.content is none or m.content is undefined %}"
+            "{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}]{% endfor %}",
+            "[None][f][42]",
+        ),
+    ],
+)
+def test_an_assistant_that_only_calls_tools_has_no_content(source, text, call):
+    assert ChatTemplate({"default": source}, {}).render([SILENT[0], call, SILENT[2]]) == text
+
+
+def test_a_template_that_fails_anyway_says_why():
+    template = ChatTemplate({"default": "{{ raise_exception('no calls') }}"}, {})
+    with pytest.raises(RequestError, match="refused the messages: no calls"):
+        template.render(SILENT)
+
+
+def test_developers_are_the_system_where_the_template_knows_none():
+    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
+    source = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
+    assert ChatTemplate({"default": source}, {}).render(messages) == "[system|x][user|y]"
+    aware = source + "{# developer #}"
+    assert ChatTemplate({"default": aware}, {}).render(messages) == "[developer|x][user|y]"
+    assert messages[0]["role"] == "developer"

@@ -23,6 +23,7 @@ _GGUF_TEMPLATE = "tokenizer.chat_template"
 _GGUF_TOKENS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _HF_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_SOURCE = 1 << 20  # characters; the longest in use have some 20,000
+_DEVELOPER = "developer"  # what OpenAI calls the role "system" now
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt"))
 # What a template's own code can raise: jinja2's errors and those of the operations it runs.
 _TEMPLATE_ERRORS = (
@@ -73,6 +74,7 @@ class ChatTemplate:
     ) -> str:
         """Render messages; other keyword arguments are variables of the template.
 
+        The role "developer" becomes "system" for a template that does not speak of it.
         Raises RequestError for messages that are none, that the template refuses or fails on,
         and for a template that runs or grows without end.
         """
@@ -81,28 +83,56 @@ class ChatTemplate:
             raise RequestError(
                 f"chat_template_kwargs: {min(clash)} cannot be set here", param="chat_template_kwargs"
             )
+        name = self._choose(has_tools=bool(tools))
+        checked = check_messages(messages)
+        if _DEVELOPER not in self.sources[name]:
+            checked = [{**item, "role": "system"} if item["role"] == _DEVELOPER else item for item in checked]
         values = {
             **self._special_tokens,
             **variables,
-            "messages": check_messages(messages),
+            "messages": checked,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            return run_template(self._choose(has_tools=bool(tools)), values)
-        except TemplateRefusal as error:
-            raise _failure("refused the messages", error) from error
-        except TemplateLimit as error:
-            raise _failure("was stopped", error) from error
-        except _TEMPLATE_ERRORS as error:
-            raise _failure(f"failed on the messages ({type(error).__name__})", error) from error
+        template = self._template_by_name[name]
+        if any(item.get("content") is None for item in checked):
+            return _run_without_content(template, values)
+        return _run(template, values)
 
-    def _choose(self, *, has_tools: bool) -> jinja2.Template:
+    def _choose(self, *, has_tools: bool) -> str:
         for name in ("tool_use", "default") if has_tools else ("default",):
-            if name in self._template_by_name:
-                return self._template_by_name[name]
-        names = ", ".join(sorted(self._template_by_name))
+            if name in self.sources:
+                return name
+        names = ", ".join(sorted(self.sources))
         raise RequestError(f"the model has no default chat template, only: {names}", param="messages")
+
+
+def _run(template: jinja2.Template, values: Mapping[str, Any]) -> str:
+    try:
+        return run_template(template, values)
+    except TemplateRefusal as error:
+        raise _failure("refused the messages", error) from error
+    except TemplateLimit as error:
+        raise _failure("was stopped", error) from error
+    except _TEMPLATE_ERRORS as error:
+        raise _failure(f"failed on the messages ({type(error).__name__})", error) from error
+
+
+def _run_without_content(template: jinja2.Template, values: Mapping[str, Any]) -> str:
+    """Render messages of which some have no content, as when an assistant only calls tools.
+
+    They are given as they are, since templates that know tool calls ask for null; one that fails on
+    null or writes "None" gets empty texts.
+    """
+    filled = [{**item, "content": ""} if item.get("content") is None else item for item in values["messages"]]
+    try:
+        text = _run(template, values)
+    except RequestError:
+        return _run(template, {**values, "messages": filled})
+    if "None" not in text:
+        return text
+    other = _run(template, {**values, "messages": filled})
+    return other if other.count("None") < text.count("None") else text
 
 
 def _failure(what: str, error: Exception) -> RequestError:

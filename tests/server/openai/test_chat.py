@@ -307,7 +307,7 @@ def test_what_the_template_gets(special_server):
             client.chat.completions.create(model="small", messages=history, max_tokens=1, **fields)
         return server.model.front.tokenizer.decode(server.backend.requests[-1].prompt_ids)
 
-    plain = '[user|hi|ann][assistant|None||f{"x": 1}][tool|42|]'
+    plain = '[user|hi|ann][assistant|||f{"x": 1}][tool|42|]'
     assert rendered() == plain + ">"
     assert rendered(extra_body={"chat_template_kwargs": {"mood": "glad"}}) == plain + "glad>"
     assert rendered(reasoning_effort="low") == plain + "low>"
