@@ -5,12 +5,13 @@ the same code. JSON is put together by hand from parts that are made once a requ
 string and a join. It knows neither chats nor completions.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from itertools import chain
-from json.encoder import encode_basestring as quote
+from json.encoder import encode_basestring
 from typing import Protocol
 
 import xjax
@@ -18,6 +19,15 @@ from xjax.text.answer import Delta
 from xjax_server.generation import Item, Prompt
 from xjax_server.openai.types import StreamOptions
 from xjax_server.serving import ServedModel
+
+# JSON allows them raw, and clients that read events by lines take them for the ends of lines.
+_BREAK = re.compile("[\x85\u2028\u2029]")
+
+
+def quote(text: str) -> str:
+    """A JSON string that no reader takes for several lines."""
+    quoted = encode_basestring(text)
+    return quoted if quoted.isascii() else _BREAK.sub(lambda mark: f"\\u{ord(mark[0]):04x}", quoted)
 
 
 @dataclass(frozen=True, kw_only=True)

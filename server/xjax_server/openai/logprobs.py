@@ -5,16 +5,16 @@
     prompt        [null, {"id": {"logprob", "rank", "decoded_token"}}, ...]
 
 A token's text is its exact bytes. Where they are no UTF-8 by themselves they are written as \\xe2, in
-completions behind "bytes:", as OpenAI does. It knows neither frames nor samples.
+completions behind "bytes:", as OpenAI does. It knows neither events nor samples.
 """
 
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring as quote
 
 from xjax.request import TokenLogprobs
 from xjax.text.tokenizer import ByteStream, Tokenizer
+from xjax_server.openai.frames import quote
 
 _LOWEST = -9999.0  # JSON has no minus infinity
 

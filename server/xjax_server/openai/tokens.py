@@ -1,7 +1,6 @@
 """POST /tokenize and /detokenize: text or messages to ids as the other endpoints make them, and back."""
 
 from collections.abc import Callable
-from json.encoder import encode_basestring as quote
 
 from starlette.types import Receive, Scope, Send
 
@@ -9,7 +8,7 @@ from xjax.errors import RequestError
 from xjax_server.limits import read_body
 from xjax_server.openai.chat import encode_messages
 from xjax_server.openai.completions import encode_text
-from xjax_server.openai.frames import ids_json
+from xjax_server.openai.frames import ids_json, quote
 from xjax_server.openai.read import check_name, read_request
 from xjax_server.openai.types import DetokenizeRequest, TokenizeRequest
 from xjax_server.serving import ServedModel, Service

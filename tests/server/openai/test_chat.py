@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import openai
 import pytest
@@ -322,6 +323,16 @@ def test_special_tokens_in_a_message_stay_text(client, server):
     assert reply.choices[0].finish_reason == "length"
     assert 0 not in server.backend.requests[-1].prompt_ids
     assert reply.choices[0].message.content.startswith("<|end|><|end|>")
+
+
+def test_an_event_is_one_line_whoever_splits_it(server):
+    """Many clients read lines as str.splitlines makes them."""
+    text = "a\u2028b\u2029c\x85d\x0be\x1cf\r\ng"
+    body = {"messages": user(text), "stream": True, "max_tokens": len(text.encode()), "logprobs": True}
+    lines = server.request("POST", "/v1/chat/completions", body)[2].decode().splitlines()
+    assert all(line.startswith("data: ") for line in lines if line)
+    choices = [c for line in lines if "{" in line for c in json.loads(line[6:])["choices"]]
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == text
 
 
 def test_many_clients_at_once(server):
