@@ -16,16 +16,16 @@ from xjax.text.answer import Delta
 
 Headers = list[tuple[bytes, bytes]]
 
-# Codes of a RequestError that are not a plain 400: (status, type).
-_BY_CODE = {
-    "invalid_api_key": (401, "authentication_error"),
-    "model_not_found": (404, "not_found_error"),
-    "not_found": (404, "not_found_error"),
-    "method_not_allowed": (405, "invalid_request_error"),
-    "body_timeout": (408, "invalid_request_error"),
-    "request_too_large": (413, "invalid_request_error"),
-    "unsupported_media_type": (415, "invalid_request_error"),
-    "headers_too_large": (431, "invalid_request_error"),
+# Codes of a RequestError that are not a plain 400.
+_STATUS_BY_CODE = {
+    "invalid_api_key": 401,
+    "model_not_found": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "body_timeout": 408,
+    "request_too_large": 413,
+    "unsupported_media_type": 415,
+    "headers_too_large": 431,
 }
 _QUEUE_TIME = "in the queue"  # what the engine says of a request that waited too long
 
@@ -56,6 +56,9 @@ def error_body(error: BaseException) -> dict[str, Any]:
 
 def error_headers(error: BaseException) -> Headers:
     """Headers that go with the status: Retry-After, WWW-Authenticate."""
+    if isinstance(error, Unavailable) and error.code == "request_timeout":
+        # OpenAI's clients would ask again, and again for nothing, while the server is busy enough.
+        return [(b"x-should-retry", b"false")]
     if isinstance(error, CapacityError):
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after))).encode())]
     if isinstance(error, RequestError) and error.code == "invalid_api_key":
@@ -93,8 +96,7 @@ def from_pydantic(errors: list[Mapping[str, Any]]) -> RequestError:
 
 def _row(error: BaseException) -> tuple[int, str, str | None]:
     if isinstance(error, RequestError):
-        status, kind = _BY_CODE.get(error.code, (400, "invalid_request_error"))
-        return status, kind, error.code
+        return _STATUS_BY_CODE.get(error.code, 400), "invalid_request_error", error.code
     if isinstance(error, Unavailable):
         return 503, "server_error", error.code
     if isinstance(error, CapacityError):

@@ -111,6 +111,14 @@ def test_waiting_too_long(special_server):
     assert (caught.value.status_code, caught.value.code) == (503, "queue_timeout")
 
 
+def test_what_took_too_long_is_not_asked_again(special_server):
+    server = special_server(FakeBackend(pace=0.02), request_timeout=0.1)
+    with connect(server) as client, pytest.raises(openai.InternalServerError) as caught:
+        ask(client.with_options(max_retries=2))
+    assert (caught.value.status_code, caught.value.code) == (503, "request_timeout")
+    assert len(server.backend.requests) == 1
+
+
 def test_while_the_model_loads(special_server):
     server = special_server(FakeBackend(), is_loaded=False)
     until(lambda: server.service is not None)
