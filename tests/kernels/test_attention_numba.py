@@ -239,3 +239,34 @@ def test_a_saved_program_runs_in_another_process(tmp_path):
         capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert result.stdout.strip() == "equal", result.stderr
+
+
+NARROW = """
+import sys
+import llvmlite.binding as llvm
+features = llvm.get_host_cpu_features()
+for name in sys.argv[2:]:
+    features[name] = False
+llvm.get_host_cpu_features = lambda: features
+from xjax.kernels import lanes
+assert lanes.LANES == int(sys.argv[1])
+from tests.kernels.test_attention import Problem
+for heads, dim, size, tile, window in ((9, 64, 16, 32, None), (3, 40, 5, 8, 33), (6, 7, 4, 5, None)):
+    Problem(
+        [0, 30 * size, -1], [(3, 7, 23 * size), (4, 0, 1)], heads=heads, kv_heads=3, dim=dim, size=size,
+        tile=tile, window=window, scale=dim**-0.5,
+    ).check(backend="numba", soft_cap=None if window else 3.0)
+print("right")
+"""
+
+
+@pytest.mark.parametrize(("lanes", "without"), [(8, ["avx512f"]), (4, ["avx512f", "avx2", "fma"])])
+def test_processors_with_narrower_vectors(lanes, without):
+    """What is compiled for AVX2, and for neither, is right too; run on this processor."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment["NUMBA_CACHE_DIR"] = str(Path(os.environ["NUMBA_CACHE_DIR"]) / f"lanes-{lanes}")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NARROW, str(lanes), *without],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert result.stdout.strip() == "right", result.stderr[-2000:]
