@@ -141,7 +141,7 @@ API_REPLIES = """\
 Replies have OpenAI's shapes. What is added to them or easily misread:
 
 - `created` is in seconds; `model` is the name that was asked for; ids begin with `chatcmpl-` and
-  `cmpl-`.
+  `cmpl-`, and are in the header `x-request-id` too.
 - `finish_reason` is `stop` or `length`; `stop_reason` beside it is the stop text or token id that ended
   the answer, `null` for the model's own end.
 - `usage` counts a prompt once whatever `n` is; `prompt_tokens_details.cached_tokens` are prompt tokens

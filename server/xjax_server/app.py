@@ -23,7 +23,7 @@ from xjax_server import admin
 from xjax_server.auth import Authorized
 from xjax_server.errors import error_bytes, error_headers, status_of
 from xjax_server.limits import SHARE, Bodies, check_path, no_route
-from xjax_server.serving import Service
+from xjax_server.serving import STARTED, Service
 from xjax_server.sse import respond_json
 
 _log = logging.getLogger(__name__)
@@ -81,18 +81,21 @@ class Application:
         except ClientDisconnect:
             pass
         except HTTPException as error:
-            await self._refuse(send, _translate(error, scope), error.headers)
+            await self._refuse(scope, send, _translate(error, scope), error.headers)
         except XjaxError as error:
-            await self._refuse(send, error, None)
+            await self._refuse(scope, send, error, None)
         except Exception as error:  # noqa: BLE001  the top of the application
             _log.exception("%s %s failed", scope["method"], scope["path"])
-            await self._refuse(send, error, None)
+            await self._refuse(scope, send, error, None)
         finally:
             share.give_back()
 
-    async def _refuse(self, send: Send, error: Exception, more: Mapping[str, str] | None) -> None:
+    async def _refuse(
+        self, scope: Scope, send: Send, error: Exception, more: Mapping[str, str] | None
+    ) -> None:
         status = status_of(error)
-        self._service.metrics.refused(status)
+        if STARTED not in scope:
+            self._service.metrics.refused(status)
         headers = error_headers(error)
         if status in _MUST_CLOSE:
             headers.append((b"connection", b"close"))

@@ -26,6 +26,7 @@ from xjax_server.metrics import ServerMetrics
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 State = Literal["loading", "ready", "draining", "failed"]
+STARTED = "xjax.started"  # in a scope: its request reached the engine, so how it ends is counted there
 _MIX = 0x9E3779B97F4A7C15  # odd, so that consecutive requests get distant seeds
 
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from xjax_server.generation import Generation
 from xjax_server.limits import read_body
 from xjax_server.openai.frames import Head, Job
-from xjax_server.serving import ServedModel, Service
+from xjax_server.serving import STARTED, ServedModel, Service
 from xjax_server.sse import collect, respond_events, respond_json, until_disconnect
 
 SMALL = 2048  # bytes of a body whose text work costs less than handing it to a thread
@@ -26,6 +26,7 @@ async def answer(
 ) -> None:
     """Serve one request. Raises XjaxError for one that is refused."""
     request_id = service.new_id(prefix)
+    headers = [(b"x-request-id", request_id.encode())]  # where OpenAI's clients look for it
     body = await read_body(scope, receive, service.limits)
 
     async def work() -> None:
@@ -37,15 +38,17 @@ async def answer(
         generation = await Generation.start(
             service, job.prompts, request_id=request_id, arrival=scope["xjax.arrival"], priority=job.priority
         )
+        scope[STARTED] = True
         if job.is_stream:
-            await respond_events(send, generation, job.writer, keep_alive=service.limits.keep_alive)
+            keep_alive = service.limits.keep_alive
+            await respond_events(send, generation, job.writer, keep_alive=keep_alive, headers=headers)
         else:
             items = await collect(generation)
             if job.is_scored:
                 data = await service.in_thread(job.writer.whole, items)
             else:
                 data = job.writer.whole(items)
-            await respond_json(send, data)
+            await respond_json(send, data, headers=headers)
 
     await until_disconnect(receive, work())
 

@@ -29,7 +29,7 @@ def both(client, text, **fields):
 
 def test_a_reply_has_the_official_form(client):
     reply = ask(client, "hi", max_tokens=4)
-    assert reply.id.startswith("chatcmpl-")
+    assert reply.id.startswith("chatcmpl-") and reply._request_id == reply.id
     assert reply.object == "chat.completion"
     assert reply.model == "small"
     assert 1_700_000_000 < reply.created < 10_000_000_000, "seconds"

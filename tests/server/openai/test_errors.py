@@ -102,6 +102,11 @@ def test_a_step_that_fails(special_server):
         assert "".join(pieces) == "hi", "what was there before the failure is delivered"
         # The failure is that of the sample alone: the server goes on.
         assert ask(client, max_tokens=2).choices[0].message.content == "hi"
+        with pytest.raises(openai.NotFoundError):
+            ask(client, model="nobody")
+    # A request is counted where it ended, and once.
+    assert server.metric('xjax_requests_total{outcome="error"}') == 2
+    assert server.service.metrics.refusals == {404: 1}
 
 
 def test_waiting_too_long(special_server):
