@@ -93,14 +93,25 @@ def _prompt_kind(value: object) -> str:
     return "=ids" if isinstance(value, list) else "=text"
 
 
+def _few(value: object) -> object:
+    """A mapping is checked entry by entry, and each complaint takes memory: the many are not looked at."""
+    if isinstance(value, dict) and len(cast("dict[object, object]", value)) > MAX_LOGIT_BIAS:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
+    return value
+
+
 WHOLE = BeforeValidator(_whole)
+FEW = BeforeValidator(_few)
+FAST = Field(fail_fast=True)  # of every list: a body has room for millions of faults, and each would be kept
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Objects = Annotated[list[dict[str, Any]], FAST]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), FAST]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), FAST]
+IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), FAST]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS), FAST]
 PromptField = Annotated[
     Annotated[str, Tag("=text")]
     | Annotated[Texts, Tag("=texts")]
@@ -136,10 +147,10 @@ class Message(BaseModel):
     content: Annotated[
         Annotated[None, Tag("=null")]
         | Annotated[str, Tag("=text")]
-        | Annotated[list[ContentPart], Tag("=parts")],
+        | Annotated[list[ContentPart], Tag("=parts"), FAST],
         _kind({type(None): "=null", str: "=text"}, "=parts"),
     ] = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
 
     def as_given(self) -> dict[str, Any]:
         """What was sent, without the nulls that clients put where they have nothing."""
@@ -188,15 +199,14 @@ class SamplingFields(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
         None, description="over prompt and answer; default: the model's, else 1"
     )
-    logit_bias: (
-        Annotated[dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)]
-        | None
-    ) = Field(None, description="token id, as a string, to what is added to its logit")
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_LOGIT_BIAS), FEW] | None = Field(
+        None, description="token id, as a string, to what is added to its logit"
+    )
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED), WHOLE] | None = Field(
         None, description="equal seeds give equal answers; default: each request its own"
     )
     stop: Stop | None = Field(None, description="one text or several that end the answer")
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGIT_BIAS), FAST] | None = Field(
         None, description="token ids that end the answer"
     )
     include_stop_str_in_output: bool | None = Field(None, description="keep the stop text; default false")
@@ -238,7 +248,7 @@ class SamplingFields(BaseModel):
 class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)] = Field(
+    messages: Annotated[list[Message], Field(min_length=1), FAST] = Field(
         description="the conversation; parts of text are joined by a line break, other parts are refused"
     )
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT), WHOLE] | None = Field(
@@ -259,7 +269,7 @@ class ChatRequest(SamplingFields):
         None, description="go on from the last message's content; not with `add_generation_prompt`"
     )
     reasoning_effort: str | None = Field(None, description="a variable of the chat template, if given")
-    tools: list[dict[str, Any]] | None = Field(
+    tools: Objects | None = Field(
         None, description='refused unless empty or `tool_choice` is "none", with which the model sees none'
     )
     tool_choice: Annotated[Any, Refused("tools are not called", ("none", "auto"))] = None
@@ -306,7 +316,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = Field(None, description="a served name; absent or empty: the first one")
     prompt: str | None = Field(None, description="a text, encoded as completions do")
-    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
+    messages: Annotated[list[Message], Field(min_length=1), FAST] | None = Field(
         None, description="a conversation, encoded as chat does"
     )
     add_special_tokens: bool | None = Field(
@@ -315,7 +325,7 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = Field(None, description="as in chat; default true")
     continue_final_message: bool | None = Field(None, description="as in chat; default false")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="as in chat")
-    tools: list[dict[str, Any]] | None = Field(None, description="given to the chat template")
+    tools: Objects | None = Field(None, description="given to the chat template")
     return_token_strs: bool | None = Field(
         None, description="the tokens as the vocabulary spells them too; default false"
     )
@@ -328,4 +338,4 @@ class DetokenizeRequest(BaseModel):
     model_config = CLOSED
 
     model: str | None = Field(None, description="a served name; absent or empty: the first one")
-    tokens: list[TokenId] = Field(description="token ids; special tokens are written out")
+    tokens: Annotated[list[TokenId], FAST] = Field(description="token ids; special tokens are written out")

@@ -5,10 +5,12 @@ import threading
 
 import openai
 import pytest
+from pydantic import ValidationError
 
 from tests.server.fake_backend import FakeBackend, small_front
 from tests.server.openai.conftest import connect
 from tests.server.running import until
+from xjax_server.openai.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 
 def user(text="hi"):
@@ -426,6 +428,25 @@ def test_json_that_is_odd_and_served(server, body):
 def test_odd_variables_of_the_template(server, kwargs):
     body = {"messages": user(), "max_tokens": 1, "chat_template_kwargs": kwargs}
     assert server.request("POST", "/v1/chat/completions", body)[0] in (200, 400)
+
+
+_MANY = 1000
+_FAULTS = [
+    [-1] * _MANY, [None] * _MANY, [""] * _MANY, [[]] * _MANY, [{}] * _MANY, [[-1] * _MANY] * 3,
+    {f"a{i}": 1 for i in range(_MANY)}, {str(i): "x" for i in range(_MANY)},
+    [{"role": 1, "content": [{}] * _MANY, "tool_calls": [1] * _MANY}] * _MANY,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+def test_a_body_full_of_faults_is_left_at_the_first_ones(kind):
+    """Each complaint takes a kilobyte, and 32 MiB have room for ten million faults."""
+    for name in kind.model_fields:
+        for value in _FAULTS:
+            try:
+                kind.model_validate_json(json.dumps({name: value}))
+            except ValidationError as error:
+                assert error.error_count() <= 5, (name, str(value)[:40])
 
 
 def test_wrong_paths_and_methods(server):
