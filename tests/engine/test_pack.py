@@ -1,6 +1,9 @@
 """Packing step after step gives the very vectors that packing each step alone gives."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.scheduler.traces import make_trace, run_trace
 from xjax.config import SchedulerConfig, StepShapes
@@ -97,3 +100,26 @@ def test_a_view_of_a_vector_keeps_it():
     for plan, _ in zip(go_on(scheduler), range(3), strict=False):
         views.append(memoryview(packer(plan, packer.shape_of(plan))))  # type: ignore[arg-type]
     assert len({np.asarray(view).ctypes.data for view in views}) == 3
+
+
+@pytest.mark.device
+def test_steps_that_wait_read_what_they_were_given():
+    """JAX aliases vectors that happen to be aligned: what a step has not read must not be written."""
+
+    def late(vector, start):
+        busy = jax.lax.fori_loop(0, 40, lambda _, x: jnp.sin(x @ x), jnp.ones((300, 300)) * start[0])
+        return jnp.where(busy.sum() > 1e9, 0, vector)
+
+    run, start = jax.jit(late), np.ones(1, np.float32)
+    given, packers, is_aligned = [], [], False
+    for _ in range(16):
+        config, scheduler = steady_scheduler()
+        packers.append(Packer(config))
+        for plan, _ in zip(go_on(scheduler), range(5), strict=False):
+            vector = packers[-1](plan, packers[-1].shape_of(plan))
+            is_aligned |= vector.ctypes.data % 64 == 0
+            given.append((vector.copy(), run(vector, start)))
+            del vector
+    assert is_aligned, "else nothing was aliased"
+    for vector, found in given:
+        np.testing.assert_array_equal(found, vector)
