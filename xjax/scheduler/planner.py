@@ -11,13 +11,14 @@ preempted. Only a younger one ever yields to an older one, so the oldest always 
 from xjax.config import SchedulerConfig
 from xjax.scheduler.builder import NO_TOKEN, Again, Draft
 from xjax.scheduler.chunks import choose_prefill, divide
+from xjax.scheduler.pace import Pace
 from xjax.scheduler.plan import Plan
 from xjax.scheduler.roster import Roster
 from xjax.scheduler.sequence import Sequence, Status
 
 
 class Planner:
-    """Drafts steps over a roster; learns how long prefill takes."""
+    """Drafts steps over a roster. `pace` tells how much a prompt may take of a step."""
 
     def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
         self._config = config
@@ -25,7 +26,7 @@ class Planner:
         self._roster = roster
         self._book = roster.book
         self._counts = roster.counts
-        self._seconds_per_token: float | None = None
+        self.pace = Pace()
 
     def draft(self, now: float) -> Draft:
         """Choose the sequences of the next step and give them their pages."""
@@ -70,14 +71,6 @@ class Planner:
             book.pass_window(sequence, sequence.num_computed)
             book.grow(sequence, sequence.num_computed + 1)
         return found
-
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """Learn from how long a step took; only steps with prefill count."""
-        if plan.prefill is None:
-            return
-        sample = seconds / plan.prefill[0]
-        before = self._seconds_per_token
-        self._seconds_per_token = sample if before is None else 0.8 * before + 0.2 * sample
 
     # ---- decodes ----
 
@@ -170,8 +163,8 @@ class Planner:
         if not waiting:
             return
         limit = self._shapes[-1][0]
-        if draft.decodes and self._seconds_per_token:
-            limit = int(self._config.step_time_target / self._seconds_per_token)
+        if draft.decodes:
+            limit = self.pace.most_tokens(self._config.step_time_target, limit)
         most_scored = self._config.shapes.num_scored[-1]
         lengths = [s.num_left if s.num_unscored <= most_scored else most_scored for s in waiting]
         draft.shape_id = choose_prefill(lengths, self._shapes, limit)

@@ -207,7 +207,7 @@ class Scheduler:
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """Learn from how long a step took."""
-        self._planner.observe(plan, seconds)
+        self._planner.pace.observe(plan, seconds)
 
     def _end(self, sequence: Sequence, reason: FinishReason, *, error: str | None = None) -> TokenEvent:
         """The one way a sequence ends: everything it holds is released here."""
