@@ -101,11 +101,17 @@ def test_origins(started, arguments):
 
 
 @pytest.mark.parametrize("arguments", [
-    ["serve", "a/b"], ["serve", "--model", "a/b"], ["serve", "--m", "a/b"], ["serve", "a/b", "--server"],
+    ["serve", "a/b"], ["serve", "--model", "a/b"], ["serve", "--m", "a/b"], ["serve", "--w", "a/b"],
+    ["serve", "a/b", "--server"],
 ])  # fmt: skip
 def test_spellings_of_the_model(started, arguments):
     assert main(arguments) == 0
     assert started.model.names == ("a/b",)
+
+
+def test_a_file_of_a_repository_named_apart(started):
+    assert main(["serve", "--m", "a/b", "--f", "c.gguf"]) == 0
+    assert started.model.names == ("a/b/c.gguf",)
 
 
 def test_names(started, tmp_path):
@@ -147,6 +153,10 @@ def test_log_levels(started, level, ours, access):
         (["./nothing"], "no such file or folder"),
         (["nothing"], "no such file or folder"),
         (["a/b", "--model", "c/d"], "named twice"),
+        (["a/b", "--m", "c/d", "--f", "e.gguf"], "named twice"),
+        (["--f", "nothing.gguf"], "no such file or folder"),
+        (["--api-key", ""], "--api-key"),
+        (["--api-key", "k", "--api-key", " "], "--api-key"),
         (["--port", "70000"], "--port"),
         (["--port", "x"], "--port"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),

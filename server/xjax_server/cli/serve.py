@@ -174,6 +174,15 @@ def _limits(max_body: int | None, request_timeout: float | None) -> "Limits":
     return dataclasses.replace(limits, request_timeout=request_timeout)
 
 
+def _keys(given: list[str] | None) -> list[str]:
+    """The keys of the command line and of the environment."""
+    keys = [*(given or ()), *environment_api_keys()]
+    if not all(key.strip() for key in keys):
+        # What a shell makes of a variable that is not set; it would open the server to everybody.
+        raise typer.BadParameter("--api-key: the key is empty; give one, or leave the flag out")
+    return keys
+
+
 def _engine_flags(flags: Flags, models: list[str | None], seed: int | None, level: str) -> Flags:
     """The flags with the server's own defaults; everything in them is checked."""
     named = [name for name in (*models, flags.model) if name is not None]
@@ -204,6 +213,8 @@ def _serve(
     drain_timeout: _DrainTimeout = 30.0,
     seed: _Seed = None,
     short: Annotated[str | None, typer.Option("--m", hidden=True)] = None,
+    folder: Annotated[str | None, typer.Option("--w", hidden=True)] = None,
+    file: Annotated[str | None, typer.Option("--f", hidden=True)] = None,
     server: Annotated[bool, typer.Option("--server", hidden=True)] = False,
     flags: Flags,
 ) -> None:
@@ -215,9 +226,11 @@ def _serve(
     level = _OTHER_LEVELS.get(log_level, log_level)
     if level not in _LEVELS:
         raise typer.BadParameter(f"--log-level must be one of {', '.join(_LEVELS)}, not {log_level!r}")
-    flags = _engine_flags(flags, [name, short], seed, level)
+    keys = _keys(api_key)
+    if file is not None:  # beside --m it is a file of that repository
+        short = file if short is None else f"{short}/{file}"
+    flags = _engine_flags(flags, [name, short, folder], seed, level)
     _set_up_logging("info" if flags.verbose and level == "warning" else level)
-    keys = [*(api_key or ()), *environment_api_keys()]
     settings = {
         "limits": _limits(max_body, request_timeout),
         "drain_timeout": drain_timeout,
