@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
 
 from xjax.request import (
     MAX_LOGIT_BIAS,
@@ -95,9 +96,10 @@ def _prompt_kind(value: object) -> str:
 
 def _few(value: object) -> object:
     """A mapping is checked entry by entry, and each complaint takes memory: the many are not looked at."""
-    if isinstance(value, dict) and len(cast("dict[object, object]", value)) > MAX_LOGIT_BIAS:
-        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
-    return value
+    entries = cast("dict[object, object]", value) if isinstance(value, dict) else {}
+    if len(entries) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError("too_long", "should have at most {most} entries", {"most": MAX_LOGIT_BIAS})
+    return cast(object, value)
 
 
 WHOLE = BeforeValidator(_whole)
