@@ -143,9 +143,9 @@ class Message(BaseModel):
 
     model_config = OPEN | ConfigDict(json_schema_extra=_NEEDS_CONTENT)
 
-    role: Annotated[
-        str, Field(min_length=1, description="what the template knows: system, user, assistant, tool")
-    ]
+    role: Annotated[str, Field(min_length=1)] = Field(
+        description="what the template knows: system, user, assistant, tool; developer as system"
+    )
     content: Annotated[
         Annotated[None, Tag("=null")]
         | Annotated[str, Tag("=text")]
