@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("numba")
 
 from tests.kernels import doubling
+from xjax.errors import LoadError
 from xjax.kernels import ffi
 
 pytestmark = pytest.mark.device
@@ -131,8 +132,8 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert list(tmp_path.rglob("*.nbc"))
 
 
-def test_blocks_are_freed_by_whoever_comes_last(monkeypatch):
-    """A helper that starts late lets go of a block whose caller is gone: memory does not grow."""
+def test_jobs_are_freed_by_whoever_comes_last():
+    """A helper that starts late lets go of a job whose caller is gone: memory does not grow."""
     run, x = jax.jit(double), jnp.ones(64)
     before = _resident()
     for _ in range(20000):
@@ -146,6 +147,30 @@ def _resident() -> int:
     if not pages.exists():
         pytest.skip("no /proc here")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_cannot_be_compiled_is_a_line(monkeypatch):
+    def compile_nothing(*args, **kwargs):
+        raise ffi.NumbaError("no such type\nwith many lines")
+
+    monkeypatch.setattr(ffi.numba, "cfunc", compile_nothing)
+    with pytest.raises(LoadError, match="^kernel broken cannot be compiled here: no such type; take"):
+        ffi.register("broken", lambda frame: 0, lambda job, index, worker: None)
+
+
+def test_nothing_is_kept_where_nothing_can_be_written(monkeypatch, tmp_path):
+    """Numba would then keep it beside the source, by the date of that one file."""
+    (tmp_path / "file").write_text("")
+    kept = []
+    monkeypatch.setattr(ffi._settings, "CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(ffi.numba, "cfunc", lambda kind, *, cache, error_model: kept.append(cache) or _stop)
+    with pytest.raises(LoadError):
+        ffi.register("unwritable", lambda frame: 0, lambda job, index, worker: None)
+    assert kept == [False]
+
+
+def _stop(function):
+    raise RuntimeError("far enough")
 
 
 def test_the_digest_is_of_all_kernels(tmp_path, monkeypatch):

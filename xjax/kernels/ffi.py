@@ -1,22 +1,23 @@
 """A Numba function as an XLA FFI call on CPU: reading the frame, errors, and XLA's own threads.
 
     handler(frame) -> 0 or an FFI error         `register` makes it a target by name
-    run(frame, block)                           shares the items of a block among threads
+    run(frame, job)                           shares the items of a job among threads
 
 Addresses are int64 everywhere, and every field of the C structures that are read here is a slot of
 eight bytes (xla/ffi/api/c_api.h, version 0.3). No address of a function is known when code is
 compiled, so what Numba keeps on disk is good for any process. Importing this imports Numba.
 
-    block, on the heap   0 references  1 next item  2 items done  3 items  4 next worker  5 workers
+    job, on the heap   0 references  1 next item  2 items done  3 items  4 next worker  5 workers
                          6 - 13 for calls of XLA  14 ... what the item function reads
 
 The caller of `run` works too and could do all alone: it waits only for items that a helper has
-begun. A helper that starts late finds no item left and only lets go of the block, which whoever
+begun. A helper that starts late finds no item left and only lets go of the job, which whoever
 comes last frees; so two executions cannot wait for each other, however few threads there are.
 """
 
 import ctypes
 import hashlib
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +29,15 @@ import numba
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils, config
+from numba.core.errors import NumbaError
 from numba.extending import intrinsic as _untyped_intrinsic
 
 from xjax.config import cache_home
+from xjax.errors import LoadError
 
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8  # codes of FFI errors
 FLOAT32, INT32, UINT16 = 11, 4, 7  # element types of FFI buffers
-DATA = 14 * 8  # offset of an item function's own slots in a block
+DATA = 14 * 8  # offset of an item function's own slots in a job
 
 _VERSION = 3 << 32  # 0.3: major in the low half, minor in the high one
 _ITEM = "_item"
@@ -193,7 +196,7 @@ def _reader(*slots: int, has_index: bool, base: int = 0) -> Any:
 
 
 slot = _reader(has_index=True)  # slot(address, index): an int64 of a structure
-own = _reader(has_index=True, base=DATA)  # own(block, index): one of the item function's own
+own = _reader(has_index=True, base=DATA)  # own(job, index): one of the item function's own
 num_arguments = _reader(7, has_index=False)  # num_arguments(frame)
 argument = _reader(9, has_index=True)  # argument(frame, i): address of an operand's buffer
 result = _reader(14, has_index=True)  # result(frame, i): address of a result's buffer
@@ -260,107 +263,107 @@ def error(typing_context, frame, code, message):
 
 
 @njit
-def make_block(num_items, num_workers, num_slots):
-    """A block for `run` with `num_slots` slots for the item function; 0 when memory is out."""
-    block = _malloc(DATA + 8 * num_slots)
-    if block != 0:
-        store_i64(block, 1)
-        store_i64(block + 8, 0)
-        store_i64(block + 16, 0)
-        store_i64(block + 24, num_items)
-        store_i64(block + 32, 0)
-        store_i64(block + 40, num_workers)
-    return block
+def make_job(num_items, num_workers, num_slots):
+    """Memory of a `run`, a job, with `num_slots` slots for the item function; 0 when memory is out."""
+    job = _malloc(DATA + 8 * num_slots)
+    if job != 0:
+        store_i64(job, 1)
+        store_i64(job + 8, 0)
+        store_i64(job + 16, 0)
+        store_i64(job + 24, num_items)
+        store_i64(job + 32, 0)
+        store_i64(job + 40, num_workers)
+    return job
 
 
 @njit
-def release(block):
-    """Let go of a block; the last to do so frees it."""
-    if fetch_add(block, -1) == 1:
-        _free(block)
+def release(job):
+    """Let go of a job; the last to do so frees it."""
+    if fetch_add(job, -1) == 1:
+        _free(job)
 
 
 @njit
-def _num_threads(frame, block):
+def _num_threads(frame, job):
     """Threads of XLA's pool; 1 where there is none."""
     api = slot(frame, 2)
-    store_i64(block + 48, 32)
-    store_i64(block + 56, 0)
-    store_i64(block + 64, slot(frame, 3))
-    store_i64(block + 72, block + 80)
-    store_i64(block + 80, 1)
-    failed = _call(slot(api, 18), block + 48)
+    store_i64(job + 48, 32)
+    store_i64(job + 56, 0)
+    store_i64(job + 64, slot(frame, 3))
+    store_i64(job + 72, job + 80)
+    store_i64(job + 80, 1)
+    failed = _call(slot(api, 18), job + 48)
     if failed != 0:
-        _destroy(api, block, failed)
+        _destroy(api, job, failed)
         return 1
-    return slot(block, 10)
+    return slot(job, 10)
 
 
 @njit
-def _destroy(api, block, failed):
-    store_i64(block + 48, 24)
-    store_i64(block + 56, 0)
-    store_i64(block + 64, failed)
-    _call(slot(api, 8), block + 48)
+def _destroy(api, job, failed):
+    store_i64(job + 48, 24)
+    store_i64(job + 56, 0)
+    store_i64(job + 64, failed)
+    _call(slot(api, 8), job + 48)
 
 
 @njit
-def _schedule(frame, block, task):
-    """Hand `task(block)` to XLA's pool; whether that could be done."""
+def _schedule(frame, job, task):
+    """Hand `task(job)` to XLA's pool; whether that could be done."""
     api = slot(frame, 2)
-    store_i64(block + 48, 40)
-    store_i64(block + 56, 0)
-    store_i64(block + 64, slot(frame, 3))
-    store_i64(block + 72, task)
-    store_i64(block + 80, block)
-    failed = _call(slot(api, 17), block + 48)
+    store_i64(job + 48, 40)
+    store_i64(job + 56, 0)
+    store_i64(job + 64, slot(frame, 3))
+    store_i64(job + 72, task)
+    store_i64(job + 80, job)
+    failed = _call(slot(api, 17), job + 48)
     if failed != 0:
-        _destroy(api, block, failed)
+        _destroy(api, job, failed)
     return failed == 0
 
 
 def pool(name: str) -> Callable[[int, int], None]:
-    """Make `run(frame, block)` for the item function (block, index, worker) of the target `name`.
+    """Make `run(frame, job)` for the item function (job, index, worker) of the target `name`.
 
-    Items are begun in order, each once, by whichever thread is free; `worker` is below the block's
+    Items are begun in order, each once, by whichever thread is free; `worker` is below the job's
     number of workers, and no two threads have the same. `run` returns when all are done, and the
-    caller's reference to the block is gone.
+    caller's reference to the job is gone.
     """
     item = external(name + _ITEM, 3)
 
     @njit
-    def work(block):
-        index = fetch_add(block + 8, 1)
-        if index >= slot(block, 3):
+    def work(job):
+        index = fetch_add(job + 8, 1)
+        if index >= slot(job, 3):
             return
-        worker = fetch_add(block + 32, 1)
-        while index < slot(block, 3):
-            item(block, index, worker)
-            fetch_add(block + 16, 1)
-            index = fetch_add(block + 8, 1)
+        worker = fetch_add(job + 32, 1)
+        while index < slot(job, 3):
+            item(job, index, worker)
+            fetch_add(job + 16, 1)
+            index = fetch_add(job + 8, 1)
 
     @njit
-    def help_with(block):
-        work(block)
-        release(block)
+    def help_with(job):
+        work(job)
+        release(job)
 
     @njit
-    def run(frame, block):
-        num_items, task = slot(block, 3), _task_address(help_with)
-        num_helpers = smaller(smaller(_num_threads(frame, block), slot(block, 5)), num_items) - 1
+    def run(frame, job):
+        num_items, task = slot(job, 3), _task_address(help_with)
+        num_helpers = smaller(smaller(_num_threads(frame, job), slot(job, 5)), num_items) - 1
         while num_helpers > 0:
             num_helpers -= 1
-            fetch_add(block, 1)
-            if not _schedule(frame, block, task):
-                fetch_add(block, -1)
+            fetch_add(job, 1)
+            if not _schedule(frame, job, task):
+                fetch_add(job, -1)
                 num_helpers = 0
-        work(block)
+        work(job)
         spins = 0
-        while load_shared(block + 16) < num_items:
+        while load_shared(job + 16) < num_items:
             spins += 1
             if spins > 2000:  # its thread has no processor: let it have this one
                 _yield()
-        release(block)
+        release(job)
 
     return run
 
@@ -376,23 +379,38 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
+def _is_writable(folder: Path) -> bool:
+    """Whether compiled code can be kept there; elsewhere Numba would keep it by the date of one file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
 def register(name: str, handler: Callable[[int], int], item: Callable[[int, int, int], None]) -> None:
     """Compile a handler and its item function, or load them, and make the FFI target `name` on CPU; once.
 
     handler   plain function of the frame's address, at the top of its module
-    item      the same of (block, index, worker), which `pool(name)` calls
+    item      the same of (job, index, worker), which `pool(name)` calls
     """
     with _guard:
         if name in _registered:
             return
         kept = _settings.CACHE_DIR
         # The variable NUMBA_CACHE_DIR wins over our own folder; sources have one of their own in both.
-        _settings.CACHE_DIR = str(Path(kept or cache_home() / "numba") / f"xjax-{source_digest()[:16]}")
+        folder = Path(kept or cache_home() / "numba") / f"xjax-{source_digest()[:16]}"
+        keeps = _is_writable(folder)
+        _settings.CACHE_DIR = str(folder)
         try:
-            inner = numba.cfunc(types.void(*[types.int64] * 3), cache=True, error_model="numpy")(item)
+            inner = numba.cfunc(types.void(*[types.int64] * 3), cache=keeps, error_model="numpy")(item)
             # The handler finds it by name: compiled apart, each is optimized once and no address is kept.
             llvm.add_symbol(name + _ITEM, inner.address)
-            outer = numba.cfunc(types.int64(types.int64), cache=True, error_model="numpy")(handler)
+            outer = numba.cfunc(types.int64(types.int64), cache=keeps, error_model="numpy")(handler)
+        # What LLVM and the file system raise has no class of Numba's.
+        except (NumbaError, RuntimeError, OSError) as error:
+            line = (str(error).splitlines() or [""])[0] or type(error).__name__
+            raise LoadError(f"kernel {name} cannot be compiled here: {line}; take --kernels xla") from error
         finally:
             _settings.CACHE_DIR = kept
         capsule = ctypes.pythonapi.PyCapsule_New

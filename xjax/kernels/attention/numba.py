@@ -42,7 +42,7 @@ _LOG2E = 1.4426950408889634
 _UNSEEN = -1e30  # as in `xla`
 _MOST_WORKERS = 64
 
-# Slots of a block's own data: addresses of arrays, then their dimensions, then `_layout`.
+# Slots of a job's own data: addresses of arrays, then their dimensions, then `_layout`.
 (
     _Q, _K, _V, _TABLE, _ROW_OF, _POSITION, _OUT, _SCRATCH, _FACTORS,
     _HEADS, _KV_HEADS, _GROUP, _DIM, _PAGES, _SIZE, _MAX_PAGES, _IS_HALF, _TILE_ITEMS,
@@ -101,25 +101,25 @@ def _height(rows):
 # ---- an item ----------------------------------------------------------------------------
 
 
-def _attend_item(block, index, worker):
+def _attend_item(job, index, worker):
     """One kv head of one decode token or of one part of a tile."""
-    num_kv, part, tile = own(block, _KV_HEADS), own(block, _PART), own(block, _TILE)
-    num_tile_items, head = own(block, _TILE_ITEMS), remainder(index, num_kv)
+    num_kv, part, tile = own(job, _KV_HEADS), own(job, _PART), own(job, _TILE)
+    num_tile_items, head = own(job, _TILE_ITEMS), remainder(index, num_kv)
     if index < num_tile_items:  # the last parts first: they see the most
         number = quotient(num_tile_items - 1 - index, num_kv)
-        inside = remainder(number, own(block, _PARTS)) * part
-        first = own(block, _NUM_DECODE) + quotient(number, own(block, _PARTS)) * tile + inside
+        inside = remainder(number, own(job, _PARTS)) * part
+        first = own(job, _NUM_DECODE) + quotient(number, own(job, _PARTS)) * tile + inside
         count = smaller(part, tile - inside)
     else:
         first, count = quotient(index - num_tile_items, num_kv), 1
-    positions, seeing = own(block, _POSITION) + 4 * first, 0
+    positions, seeing = own(job, _POSITION) + 4 * first, 0
     while seeing < count and load_i32(positions + 4 * seeing) >= 0:
         seeing += 1
     if seeing > 0:
-        _attend(block, own(block, _SCRATCH) + worker * own(block, _END), head, first, seeing)
-    row_bytes = 4 * own(block, _GROUP) * own(block, _DIM)
+        _attend(job, own(job, _SCRATCH) + worker * own(job, _END), head, first, seeing)
+    row_bytes = 4 * own(job, _GROUP) * own(job, _DIM)
     for token in range(first + seeing, first + count):
-        _fill(own(block, _OUT) + (token * num_kv + head) * row_bytes, row_bytes, np.float32(0))
+        _fill(own(job, _OUT) + (token * num_kv + head) * row_bytes, row_bytes, np.float32(0))
 
 
 @njit
@@ -129,43 +129,43 @@ def _fill(address, num_bytes, value):
 
 
 @njit
-def _attend(block, scratch, head, first, count):
+def _attend(job, scratch, head, first, count):
     """Attend `count` tokens of one row, none of them padding."""
-    result, highest = scratch + own(block, _RESULT), scratch + own(block, _HIGHEST)
-    total, fade = scratch + own(block, _TOTAL), scratch + own(block, _FADE)
-    num_rows = _load_queries(block, scratch, head, first, count)
+    result, highest = scratch + own(job, _RESULT), scratch + own(job, _HIGHEST)
+    total, fade = scratch + own(job, _TOTAL), scratch + own(job, _FADE)
+    num_rows = _load_queries(job, scratch, head, first, count)
     _fill(result, highest - result, np.float32(0))
     _fill(highest, total - highest, np.float32(_UNSEEN))
     _fill(total, fade - total, np.float32(0))
-    positions, window = own(block, _POSITION) + 4 * first, own(block, _WINDOW)
+    positions, window = own(job, _POSITION) + 4 * first, own(job, _WINDOW)
     low = larger(load_i32(positions) - window + 1, 0) if window != 0 else 0
     stop = load_i32(positions + 4 * (count - 1)) + 1
     start = low - remainder(low, _BLOCK)
     while start < stop:
-        _load_block(block, scratch, head, first, start, larger(low - start, 0), smaller(stop - start, _BLOCK))
+        _load_block(job, scratch, head, first, start, larger(low - start, 0), smaller(stop - start, _BLOCK))
         row = 0
         while row < num_rows:
             height = _height(num_rows - row)
-            _attend_panel(block, scratch, positions, count, start, row, height)
+            _attend_panel(job, scratch, positions, count, start, row, height)
             row += height
         start += _BLOCK
-    _store_result(block, scratch, head, first, count)
+    _store_result(job, scratch, head, first, count)
 
 
 @njit
-def _load_queries(block, scratch, head, first, count):
+def _load_queries(job, scratch, head, first, count):
     """Scale the queries and lay them into panels [D, height]; returns the rows, padding counted."""
-    group, dim, scale = own(block, _GROUP), own(block, _DIM), own(block, _FACTORS)
-    panel, row, num_rows = scratch + own(block, _QUERIES), 0, count * group
-    sources, zeros = scratch + own(block, _ADDRESSES), scratch + own(block, _ZEROS)
+    group, dim, scale = own(job, _GROUP), own(job, _DIM), own(job, _FACTORS)
+    panel, row, num_rows = scratch + own(job, _QUERIES), 0, count * group
+    sources, zeros = scratch + own(job, _ADDRESSES), scratch + own(job, _ZEROS)
     whole = dim - remainder(dim, LANES)
     _fill(zeros, 4 * dim, np.float32(0))
     while row < num_rows:
         height = _height(num_rows - row)
         for i in range(LANES):
             token, inner = quotient(row + i, group), remainder(row + i, group)
-            at = ((first + token) * own(block, _KV_HEADS) + head) * group + inner
-            source = own(block, _Q) + 4 * at * dim
+            at = ((first + token) * own(job, _KV_HEADS) + head) * group + inner
+            source = own(job, _Q) + 4 * at * dim
             store_i64(sources + 8 * i, source if row + i < num_rows else zeros)
         if whole == 0:
             pass
@@ -185,19 +185,19 @@ def _load_queries(block, scratch, head, first, count):
 
 
 @njit
-def _find_keys(block, addresses, zeros, head, first, start, begin, stop):
+def _find_keys(job, addresses, zeros, head, first, start, begin, stop):
     """Addresses of the keys begin <= i < stop of a block, and `zeros` around them to whole vectors."""
-    num_kv, size = own(block, _KV_HEADS), own(block, _SIZE)
-    row_bytes = own(block, _DIM) * (2 if own(block, _IS_HALF) else 4)
-    table = own(block, _TABLE) + 4 * load_i32(own(block, _ROW_OF) + 4 * first) * own(block, _MAX_PAGES)
+    num_kv, size = own(job, _KV_HEADS), own(job, _SIZE)
+    row_bytes = own(job, _DIM) * (2 if own(job, _IS_HALF) else 4)
+    table = own(job, _TABLE) + 4 * load_i32(own(job, _ROW_OF) + 4 * first) * own(job, _MAX_PAGES)
     for i in range(begin - remainder(begin, LANES), begin):
         store_i64(addresses + 8 * i, zeros)
     i = begin
     while i < stop:
         page, inside = quotient(start + i, size), remainder(start + i, size)
-        page_id = load_i32(table + 4 * smaller(page, own(block, _MAX_PAGES) - 1))
-        page_id = smaller(larger(page_id, 0), own(block, _PAGES) - 1)
-        address = own(block, _K) + ((page_id * num_kv + head) * size + inside) * row_bytes
+        page_id = load_i32(table + 4 * smaller(page, own(job, _MAX_PAGES) - 1))
+        page_id = smaller(larger(page_id, 0), own(job, _PAGES) - 1)
+        address = own(job, _K) + ((page_id * num_kv + head) * size + inside) * row_bytes
         end = smaller(i + size - inside, stop)
         while i < end:
             store_i64(addresses + 8 * i, address)
@@ -208,15 +208,15 @@ def _find_keys(block, addresses, zeros, head, first, start, begin, stop):
 
 
 @njit
-def _load_block(block, scratch, head, first, start, begin, stop):
+def _load_block(job, scratch, head, first, start, begin, stop):
     """Pack the keys begin <= i < stop of the block at position `start` by columns, the values by rows."""
-    dim, is_half = own(block, _DIM), own(block, _IS_HALF)
-    addresses, zeros = scratch + own(block, _ADDRESSES), scratch + own(block, _ZEROS)
-    _find_keys(block, addresses, zeros, head, first, start, begin, stop)
+    dim, is_half = own(job, _DIM), own(job, _IS_HALF)
+    addresses, zeros = scratch + own(job, _ADDRESSES), scratch + own(job, _ZEROS)
+    _find_keys(job, addresses, zeros, head, first, start, begin, stop)
     whole = dim - remainder(dim, LANES)
     for i in range(begin - remainder(begin, LANES), stop, LANES):
         column = remainder(i, WIDTH)
-        target = scratch + own(block, _KEYS) + 4 * ((i - column) * dim + column)
+        target = scratch + own(job, _KEYS) + 4 * ((i - column) * dim + column)
         if whole > 0 and is_half:
             _pack_half_keys(addresses + 8 * i, target, whole)
         elif whole > 0:
@@ -226,9 +226,9 @@ def _load_block(block, scratch, head, first, start, begin, stop):
                 source = load_i64(addresses + 8 * (i + lane))
                 for d in range(whole, dim):
                     store_f32(target + 4 * (d * WIDTH + lane), _number(source, d, is_half))
-    other, panel_bytes = own(block, _V) - own(block, _K), _BLOCK * _PANEL_BYTES
+    other, panel_bytes = own(job, _V) - own(job, _K), _BLOCK * _PANEL_BYTES
     for i in range(begin, stop):
-        target = scratch + own(block, _VALUES) + i * _PANEL_BYTES
+        target = scratch + own(job, _VALUES) + i * _PANEL_BYTES
         source = load_i64(addresses + 8 * i) + other
         if whole > 0 and is_half:
             _copy_half_row(source, target, whole, panel_bytes)
@@ -245,9 +245,9 @@ def _number(row, index, is_half):
 
 
 @njit
-def _attend_panel(block, scratch, positions, count, start, row, height):
+def _attend_panel(job, scratch, positions, count, start, row, height):
     """One step of the online softmax for rows of a panel over the packed block at position `start`."""
-    dim, window, group = own(block, _DIM), own(block, _WINDOW), own(block, _GROUP)
+    dim, window, group = own(job, _DIM), own(job, _WINDOW), own(job, _GROUP)
     last_token = smaller(quotient(row + height - 1, group), count - 1)
     stop = smaller(load_i32(positions + 4 * last_token) + 1 - start, _BLOCK)
     begin = 0
@@ -255,8 +255,8 @@ def _attend_panel(block, scratch, positions, count, start, row, height):
         begin = larger(load_i32(positions + 4 * quotient(row, group)) - window + 1 - start, 0)
     if stop <= begin:
         return
-    scores, queries = scratch + own(block, _SCORES), scratch + own(block, _QUERIES) + 4 * row * dim
-    keys, first, end = scratch + own(block, _KEYS), quotient(begin, WIDTH), quotient(stop + WIDTH - 1, WIDTH)
+    scores, queries = scratch + own(job, _SCORES), scratch + own(job, _QUERIES) + 4 * row * dim
+    keys, first, end = scratch + own(job, _KEYS), quotient(begin, WIDTH), quotient(stop + WIDTH - 1, WIDTH)
     for panel in range(first, end):
         right, out = keys + panel * dim * _PANEL_BYTES, scores + panel * _PANEL_BYTES
         if height == _TALL:
@@ -265,10 +265,10 @@ def _attend_panel(block, scratch, positions, count, start, row, height):
             _scores_middle(queries, right, out, 0, dim)
         else:
             _scores_low(queries, right, out, 0, dim)
-    _weigh(block, scratch, positions, count, start, row, height, first, end)
-    fade = scratch + own(block, _FADE)
-    left, right = scores + 4 * begin, scratch + own(block, _VALUES) + begin * _PANEL_BYTES
-    out = scratch + own(block, _RESULT) + row * _PANEL_BYTES
+    _weigh(job, scratch, positions, count, start, row, height, first, end)
+    fade = scratch + own(job, _FADE)
+    left, right = scores + 4 * begin, scratch + own(job, _VALUES) + begin * _PANEL_BYTES
+    out = scratch + own(job, _RESULT) + row * _PANEL_BYTES
     for _ in range(quotient(dim + WIDTH - 1, WIDTH)):
         if height == _TALL:
             _values_tall(left, right, out, fade, stop - begin)
@@ -277,18 +277,18 @@ def _attend_panel(block, scratch, positions, count, start, row, height):
         else:
             _values_low(left, right, out, fade, stop - begin)
         right += _BLOCK * _PANEL_BYTES
-        out += own(block, _MOST) * _PANEL_BYTES
+        out += own(job, _MOST) * _PANEL_BYTES
 
 
 @njit
-def _weigh(block, scratch, positions, count, start, row, height, first, end):
+def _weigh(job, scratch, positions, count, start, row, height, first, end):
     """Turn a panel's scores, vectors of columns `first` to `end`, into weights."""
-    window, group, each = own(block, _WINDOW), own(block, _GROUP), WIDTH // LANES
-    scores, factor = scratch + own(block, _SCORES), own(block, _FACTORS) + 4
+    window, group, each = own(job, _WINDOW), own(job, _GROUP), WIDTH // LANES
+    scores, factor = scratch + own(job, _SCORES), own(job, _FACTORS) + 4
     has_cap = load_f32(factor) != np.float32(0)
-    highest = scratch + own(block, _HIGHEST) + 4 * row * LANES
-    total = scratch + own(block, _TOTAL) + 4 * row * LANES
-    fade = scratch + own(block, _FADE)
+    highest = scratch + own(job, _HIGHEST) + 4 * row * LANES
+    total = scratch + own(job, _TOTAL) + 4 * row * LANES
+    fade = scratch + own(job, _FADE)
     for i in range(row, row + height):
         token = quotient(i, group)
         if has_cap:
@@ -309,17 +309,17 @@ def _weigh(block, scratch, positions, count, start, row, height, first, end):
 
 
 @njit
-def _store_result(block, scratch, head, first, count):
+def _store_result(job, scratch, head, first, count):
     """Divide by the sums of weights and put the rows where they belong."""
-    group, dim = own(block, _GROUP), own(block, _DIM)
-    whole, panel_bytes = dim - remainder(dim, LANES), own(block, _MOST) * _PANEL_BYTES
-    factor = scratch + own(block, _FADE)
+    group, dim = own(job, _GROUP), own(job, _DIM)
+    whole, panel_bytes = dim - remainder(dim, LANES), own(job, _MOST) * _PANEL_BYTES
+    factor = scratch + own(job, _FADE)
     for row in range(count * group):
-        source = scratch + own(block, _RESULT) + row * _PANEL_BYTES
+        source = scratch + own(job, _RESULT) + row * _PANEL_BYTES
         token, inner = quotient(row, group), remainder(row, group)
-        at = ((first + token) * own(block, _KV_HEADS) + head) * group + inner
-        target = own(block, _OUT) + 4 * at * dim
-        _put_row(source, target, whole, panel_bytes, scratch + own(block, _TOTAL) + 4 * row * LANES, factor)
+        at = ((first + token) * own(job, _KV_HEADS) + head) * group + inner
+        target = own(job, _OUT) + 4 * at * dim
+        _put_row(source, target, whole, panel_bytes, scratch + own(job, _TOTAL) + 4 * row * LANES, factor)
         for d in range(whole, dim):
             place = quotient(d, WIDTH) * panel_bytes + 4 * remainder(d, WIDTH)
             store_f32(target + 4 * d, load_f32(source + place) * load_f32(factor))
@@ -365,10 +365,10 @@ def _handler(frame):
     num_tile_items = (
         quotient(ffi.dim(q, 0) - num_decode, tile) * load_i64(layout + 8 * (_PARTS - _NUM_DECODE)) * num_kv
     )
-    block = ffi.make_block(num_tile_items + num_decode * num_kv, ffi.dim(scratch, 0), _NUM_SLOTS)
-    if block == 0:
+    job = ffi.make_job(num_tile_items + num_decode * num_kv, ffi.dim(scratch, 0), _NUM_SLOTS)
+    if job == 0:
         return ffi.error(frame, ffi.RESOURCE_EXHAUSTED, "attention has no memory for its task")
-    slots = block + DATA
+    slots = job + DATA
     for i in range(6):
         store_i64(slots + 8 * i, ffi.data(ffi.argument(frame, i)))
     store_i64(slots + 8 * _OUT, ffi.data(out))
@@ -385,7 +385,7 @@ def _handler(frame):
     store_i64(slots + 8 * _TILE_ITEMS, num_tile_items)
     for i in range(_NUM_SLOTS - _NUM_DECODE):
         store_i64(slots + 8 * (_NUM_DECODE + i), load_i64(layout + 8 * i))
-    _run(frame, block)
+    _run(frame, job)
     return 0
 
 
