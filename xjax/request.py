@@ -244,6 +244,7 @@ class TokenEvent(NamedTuple):
     prompt_logprobs   on the first event, when asked for: one entry a prompt token, the
                       first None
     error             one line, when finish_reason is ERROR
+    error_code        what kind of error where a client can do something about it: "queue_timeout"
     num_cached_tokens prompt tokens whose pages were reused; set on the first event
     queue_seconds     from the request's arrival to its first step; set on the first event
     """
@@ -258,3 +259,4 @@ class TokenEvent(NamedTuple):
     error: str | None = None
     num_cached_tokens: int | None = None
     queue_seconds: float | None = None
+    error_code: str | None = None

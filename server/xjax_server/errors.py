@@ -27,7 +27,6 @@ _STATUS_BY_CODE = {
     "unsupported_media_type": 415,
     "headers_too_large": 431,
 }
-_QUEUE_TIME = "in the queue"  # what the engine says of a request that waited too long
 
 
 class Unavailable(CapacityError):
@@ -74,7 +73,7 @@ def error_bytes(error: BaseException) -> bytes:
 def sample_error(delta: Delta) -> XjaxError:
     """What a delta with finish_reason ERROR tells, as an exception."""
     message = delta.error or "the engine failed at this request"
-    if _QUEUE_TIME in message:
+    if delta.error_code == "queue_timeout":
         return Unavailable(message, code="queue_timeout")
     return EngineError(message)
 

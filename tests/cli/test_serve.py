@@ -126,11 +126,14 @@ def test_names(started, tmp_path):
 
 
 def test_limits_and_engine_flags(started):
-    arguments = "--request-timeout 5 --max-body 1000 --drain-timeout 2 --seed 7 --max-queue 3"
+    arguments = (
+        "--request-timeout 5 --queue-timeout 3 --max-body 1000 --drain-timeout 2 --seed 7 --max-queue 3"
+    )
     arguments += " --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 --port 9 --log-level info"
     assert main(["serve", *arguments.split()]) == 0
     limits = started.plan.limits
     assert (limits.request_timeout, limits.max_body, started.plan.drain_timeout) == (5, 1000, 2)
+    assert limits.queue_timeout == 3
     assert started.place[1] == 9
     wanted = {"seed": 7, "max_queue": 3, "prefill_chunk_size": 64, "kv_fraction": 0.5}
     assert started.options.items() >= wanted.items()

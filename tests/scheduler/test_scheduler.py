@@ -148,6 +148,7 @@ def test_queue_time_ends_only_what_never_ran():
     for sample_id in range(2):
         (event,) = play.events["b", sample_id]
         assert event.finish_reason is FinishReason.ERROR and "3 s in the queue" in (event.error or "")
+        assert event.error_code == "queue_timeout"
     play.end()
     assert [play.reason("a", i) for i in range(3)] == [FinishReason.LENGTH] * 3
 

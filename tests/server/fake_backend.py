@@ -178,9 +178,8 @@ class FakeBackend:
         limit = request.max_queue_time
         if number == 1 and limit is not None and now - request.arrival > limit:
             self._live.pop(s.key)
-            return self._event(
-                s, finish_reason=FinishReason.ERROR, error=f"waited more than {limit:g} s in the queue"
-            )
+            error = f"waited more than {limit:g} s in the queue"
+            return self._event(s, finish_reason=FinishReason.ERROR, error=error, error_code="queue_timeout")
         if self.fail_at is not None and number >= self.fail_at:
             self._live.pop(s.key)
             return self._event(s, finish_reason=FinishReason.ERROR, error="the step failed: made up")

@@ -75,12 +75,12 @@ def test_text_that_is_no_unicode_is_escaped():
     assert json.loads(error_bytes(RequestError("\ud800")))["error"]["message"] == "\ud800"
 
 
-@pytest.mark.parametrize(("text", "kind", "status"), [
-    ("waited more than 3 s in the queue", Unavailable, 503), ("the step failed", EngineError, 500),
-    (None, EngineError, 500),
+@pytest.mark.parametrize(("text", "code", "kind", "status"), [
+    ("waited too long", "queue_timeout", Unavailable, 503), ("the step failed", None, EngineError, 500),
+    (None, None, EngineError, 500),
 ])  # fmt: skip
-def test_what_a_sample_tells(text, kind, status):
-    error = sample_error(Delta(sample_id=0, finish_reason=FinishReason.ERROR, error=text))
+def test_what_a_sample_tells(text, code, kind, status):
+    error = sample_error(Delta(sample_id=0, finish_reason=FinishReason.ERROR, error=text, error_code=code))
     assert type(error) is kind and status_of(error) == status
 
 

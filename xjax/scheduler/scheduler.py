@@ -105,7 +105,10 @@ class Scheduler:
             group = heapq.heappop(self._deadlines)[2]
             if not group.has_started:
                 message = f"waited more than {group.request.max_queue_time:g} s in the queue"
-                events += [self._end(item, FinishReason.ERROR, error=message) for item in group.live]
+                events += [
+                    self._end(item, FinishReason.ERROR, error=message, error_code="queue_timeout")
+                    for item in group.live
+                ]
         return events
 
     @property
@@ -209,7 +212,14 @@ class Scheduler:
         """Learn from how long a step took."""
         self._planner.pace.observe(plan, seconds)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, *, error: str | None = None) -> TokenEvent:
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+        error_code: str | None = None,
+    ) -> TokenEvent:
         """The one way a sequence ends: everything it holds is released here."""
         self._roster.retire(sequence)
         sequence.finish_reason = reason
@@ -218,6 +228,7 @@ class Scheduler:
             sample_id=sequence.sample_id,
             finish_reason=reason,
             error=error,
+            error_code=error_code,
         )
 
     # ---- looking in ----

@@ -34,6 +34,7 @@ class Delta:
     num_cached_tokens: int | None = None
     queue_seconds: float | None = None
     error: str | None = None
+    error_code: str | None = None
 
 
 @dataclass
@@ -115,6 +116,7 @@ class Answer:
                 num_cached_tokens=event.num_cached_tokens,
                 queue_seconds=event.queue_seconds,
                 error=event.error,
+                error_code=event.error_code,
             )
         )
 

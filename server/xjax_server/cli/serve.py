@@ -54,6 +54,10 @@ _RequestTimeout = Annotated[
     float | None,
     typer.Option("--request-timeout", help="seconds after which an answer is broken off", min=0.001),
 ]
+_QueueTimeout = Annotated[
+    float | None,
+    typer.Option("--queue-timeout", help="seconds that a request may wait before its first step", min=0.001),
+]
 _MaxBody = Annotated[
     int | None, typer.Option("--max-body", help="largest body in bytes; default: 32 MiB", min=1)
 ]
@@ -167,11 +171,11 @@ def _say_ready(progress: ProgressBar, address: str, name: str) -> None:
     note(f"xjax: or   openai.OpenAI(base_url='{address}/v1', api_key='…')")
 
 
-def _limits(max_body: int | None, request_timeout: float | None) -> "Limits":
+def _limits(max_body: int | None, request_timeout: float | None, queue_timeout: float | None) -> "Limits":
     limits: Limits = import_module("xjax_server.limits").Limits()
     if max_body is not None:
         limits = dataclasses.replace(limits, max_body=max_body)
-    return dataclasses.replace(limits, request_timeout=request_timeout)
+    return dataclasses.replace(limits, request_timeout=request_timeout, queue_timeout=queue_timeout)
 
 
 def _keys(given: list[str] | None) -> list[str]:
@@ -207,6 +211,7 @@ def _serve(
     api_key: _ApiKey = None,
     served_model_name: _Names = None,
     request_timeout: _RequestTimeout = None,
+    queue_timeout: _QueueTimeout = None,
     max_body: _MaxBody = None,
     cors: _Cors = None,
     log_level: _LogLevel = "warning",
@@ -232,7 +237,7 @@ def _serve(
     flags = _engine_flags(flags, [name, short, folder], seed, level)
     _set_up_logging("info" if flags.verbose and level == "warning" else level)
     settings = {
-        "limits": _limits(max_body, request_timeout),
+        "limits": _limits(max_body, request_timeout, queue_timeout),
         "drain_timeout": drain_timeout,
         "access_log": level == "debug",
     }
