@@ -131,6 +131,20 @@ def test_max_tokens_is_clipped_to_the_pool(num_prompt):
     assert (play.reason("a"), play.num_tokens("a")) == (FinishReason.LENGTH, 20 - num_prompt)
 
 
+def test_deadlines_do_not_outlive_their_requests():
+    play = Play(config())
+    for i in range(500):
+        play.submit(request(f"r{i}", 3, 1, max_queue_time=3600.0))
+        play.steps(1)
+    assert len(play.loop.scheduler._deadlines) <= 100
+    waits = request("waits", 3, 8, max_queue_time=1.0, arrival=play.loop.now)
+    play.submit(waits)
+    play.loop.scheduler.abort("waits")
+    play.submit(request("waits", 3, 8, max_queue_time=3600.0, arrival=play.loop.now))
+    assert play.loop.scheduler.expire(play.loop.now + 10) == [], "the deadline of an id's earlier life"
+    assert len(play.loop.scheduler.expire(play.loop.now + 10_000)) == 1
+
+
 def test_queue_counts_requests_not_samples():
     scheduler = Scheduler(config(max_queue=2))
     scheduler.submit(request("a", 3, n=20))

@@ -36,7 +36,7 @@ class Scheduler:
         self._roster = Roster(config)
         self._planner = Planner(config, self._roster)
         self._counts = self._roster.counts
-        self._deadlines: list[tuple[float, int, SampleGroup]] = []
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap: (time, serial, request id)
         self._last_plan: Plan | None = None
         self.longest = min(config.max_model_len, self._roster.book.capacity())
 
@@ -55,8 +55,9 @@ class Scheduler:
         max_tokens = room if wanted is None else min(wanted, room)
         group = self._roster.enter(request, max_tokens=max_tokens)
         if request.max_queue_time is not None:
+            self._forget_deadlines()
             deadline = request.arrival + request.max_queue_time
-            heapq.heappush(self._deadlines, (deadline, group.sequences[0].order[-1], group))
+            heapq.heappush(self._deadlines, (deadline, group.sequences[0].order[-1], request.request_id))
 
     def validate(self, request: Request) -> None:
         """Raise RequestError for a prompt that can never run here; reads fixed values, from any thread."""
@@ -102,14 +103,28 @@ class Scheduler:
         """End requests whose queue time is over and of which no sample ever ran."""
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] < now:
-            group = heapq.heappop(self._deadlines)[2]
-            if not group.has_started:
+            _, serial, request_id = heapq.heappop(self._deadlines)
+            group = self._queued(serial, request_id)
+            if group is not None:
                 message = f"waited more than {group.request.max_queue_time:g} s in the queue"
                 events += [
                     self._end(item, FinishReason.ERROR, error=message, error_code="queue_timeout")
                     for item in group.live
                 ]
         return events
+
+    def _queued(self, serial: int, request_id: str) -> SampleGroup | None:
+        """The group of a request that waits and of which nothing has run, None when that is over."""
+        group = self._roster.groups.get(request_id)
+        if group is None or group.has_started or group.sequences[0].order[-1] != serial:
+            return None  # an id may be used again
+        return group
+
+    def _forget_deadlines(self) -> None:
+        """Drop those that mean nothing any more, before they are most of a heap that lives for hours."""
+        if len(self._deadlines) > 64 + 2 * self._roster.num_queued:
+            self._deadlines = [item for item in self._deadlines if self._queued(*item[1:])]
+            heapq.heapify(self._deadlines)
 
     @property
     def has_work(self) -> bool:
