@@ -131,6 +131,17 @@ def test_max_tokens_is_clipped_to_the_pool(num_prompt):
     assert (play.reason("a"), play.num_tokens("a")) == (FinishReason.LENGTH, 20 - num_prompt)
 
 
+def test_samples_that_wait_hold_no_copy_of_their_prompt():
+    play = Play(config(max_num_seqs=2))
+    play.submit(request("many", 30, 4, n=100, frequency_penalty=0.5, logit_bias={3: 1.0}))
+    play.steps(3)
+    waiting = [item for item in play.loop.scheduler._roster.groups["many"].live if item.slot is None]
+    assert len(waiting) == 98 and not any(item.penalties for item in waiting)
+    prompt = waiting[0].tokens(0, 30)
+    assert all(np.shares_memory(item.tokens(0, 30), prompt) for item in waiting)
+    assert play.end()["running"] == 0
+
+
 def test_deadlines_do_not_outlive_their_requests():
     play = Play(config())
     for i in range(500):

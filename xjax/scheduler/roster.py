@@ -72,8 +72,7 @@ class Roster:
     def admit(self, sequence: Sequence, now: float) -> None:
         """Give a waiting sequence a row, with the pages its request shares."""
         group = self.group_of(sequence)
-        if sequence.admitted is None:
-            sequence.admitted = now
+        sequence.begin(now)
         if not group.has_started:
             group.has_started = True
             self.num_queued -= 1

@@ -62,8 +62,7 @@ class Sequence:
         self.sample_id = sample_id
         self.max_tokens = max_tokens
         self.num_prompt = len(prompt)
-        self._tokens: npt.NDArray[np.int32] = np.empty(self.num_prompt + min(max_tokens, 256), np.int32)
-        self._tokens[: self.num_prompt] = prompt
+        self._tokens: npt.NDArray[np.int32] = prompt
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.in_flight = 0
@@ -74,7 +73,7 @@ class Sequence:
         self.order = (-request.priority, request.arrival, serial)
         self.num_bypassed = 0  # times a later one was admitted while this one did not fit
         self.finish_reason: FinishReason | None = None
-        self.penalties = Penalties.of(request, prompt)
+        self.penalties: Penalties | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.sampling.prompt_logprobs is not None and sample_id == 0:
             self.prompt_logprobs = [None for _ in range(self.num_prompt)]
@@ -121,11 +120,18 @@ class Sequence:
         assert 0 <= start <= stop <= self.num_tokens
         return self._tokens[start:stop]
 
+    def begin(self, now: float) -> None:
+        """Make what only a sequence that runs needs, the first time that it is admitted."""
+        if self.admitted is None:
+            self.admitted = now
+            self.penalties = Penalties.of(self.request, self._tokens[: self.num_prompt])
+
     def append(self, token_id: int) -> None:
         """Add a sampled token that was read back."""
         place = self.num_tokens
         if place == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty(len(self._tokens), np.int32)])
+            more = min(max(place // 2, 256), self.num_prompt + self.max_tokens - place)
+            self._tokens = np.concatenate([self._tokens, np.empty(more, np.int32)])
         self._tokens[place] = token_id
         self.num_tokens = place + 1
         if self.penalties is not None:
