@@ -20,6 +20,7 @@ from xjax.engine.loop import Engine
 from xjax.engine.memory import MemoryPlan, available_bytes, plan_memory
 from xjax.engine.step import StepSpec
 from xjax.engine.warmup import ProgramCache, ProgramTable
+from xjax.engine.zeros import give_back_zeros
 from xjax.errors import LoadError
 from xjax.kernels.choice import choose
 from xjax.kernels.pages import page_dtype
@@ -210,7 +211,7 @@ def start_engine(
     table = table or make_table(model, plan)
     return Engine(
         model.params,
-        partial(allocate, plan.state, _sharding(model)),
+        lambda: give_back_zeros(allocate(plan.state, _sharding(model))),
         table,
         plan.scheduler,
         vocab_size=model.config.vocab_size,

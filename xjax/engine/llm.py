@@ -244,7 +244,7 @@ class LLM:
         return self.engine.longest
 
     def wait_ready(self) -> None:
-        """Compile every step that a server can need; return as soon as any plain request can be served.
+        """Compile every step that a server can need; return as soon as no request has to wait for one.
 
         Raises LoadError for a program that fails the audit and EngineError for one that cannot be compiled.
         """

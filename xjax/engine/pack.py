@@ -39,12 +39,13 @@ def shapes_of(config: SchedulerConfig) -> list[BatchShape]:
 
 
 def largest_shapes(config: SchedulerConfig) -> list[BatchShape]:
-    """The plain mixed and decode shapes that every plain step fits into."""
+    """The mixed and decode shapes that every step fits into, plain ones first, then full ones."""
     shapes = config.shapes
     last = len(shapes.prefill) - 1
     return [
-        _shape(config, shapes.decode_rows[-1], last, full=False),
-        _shape(config, shapes.decode_rows[-1], None, full=False),
+        _shape(config, shapes.decode_rows[-1], prefill_id, full=full)
+        for full in (False, True)
+        for prefill_id in (last, None)
     ]
 
 
