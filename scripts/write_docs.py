@@ -64,7 +64,7 @@ def options_page() -> str:
     """Text of docs/options.md: every option with its default."""
     return (
         "# Options\n\n" + NOTE + "## Engine\n\n"
-        "Flags of `xjax generate` and `xjax chat`; keyword arguments of `xjax.LLM` under the same names "
+        "Flags of `xjax generate`, `xjax chat` and `xjax serve`; keyword arguments of `xjax.LLM` under the same names "
         "with underscores, which the command line takes too.\n\n"
         + _table(["option", "also", "default", "meaning"], _engine_rows())
         + "\n## Sampling\n\n"

@@ -98,7 +98,7 @@ class EngineOptions:
 
     max_num_seqs: int = _option(
         32,
-        "sequences that run at once; the command line takes no more than there are prompts",
+        "sequences that run at once; `generate` takes no more than there are prompts",
         low=1,
         high=4096,
     )
@@ -144,7 +144,9 @@ class EngineOptions:
     )
     threads: int | None = _option(None, "processor threads to compute with; default: all", low=1, high=1024)
     preemption_mode: str = _option("auto", "what happens when pages run out", choices=PREEMPTION_MODES)
-    max_queue: int | None = _option(None, "requests that may wait; default: no limit", low=1, high=10**7)
+    max_queue: int | None = _option(
+        None, "requests that may wait; default: no limit, of the server 1024", low=1, high=10**7
+    )
     generation_config: str = _option(
         "auto", "take sampling defaults from the model or not", choices=("auto", "none")
     )
@@ -158,6 +160,7 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
+        self._check_folder()
         for item in fields(self):
             value, meta = getattr(self, item.name), item.metadata
             flag = "--" + item.name.replace("_", "-")
@@ -171,6 +174,13 @@ class EngineOptions:
                     is_number = is_number and isinstance(value, int)
                 if not is_number or not meta["low"] <= value <= meta["high"]:
                     raise LoadError(f"{flag} must be from {meta['low']} to {meta['high']}, not {value!r}")
+
+    def _check_folder(self) -> None:
+        folder = self.compile_cache
+        if folder is None or folder in ("auto", "none"):
+            return
+        if not Path(folder).expanduser().is_absolute():
+            raise LoadError(f"--compile-cache must be an absolute folder, 'auto' or 'none', not {folder!r}")
 
     def replace(self, **changes: Any) -> "EngineOptions":
         """Copy with some options changed."""

@@ -48,6 +48,7 @@ class Plan:
     make_app        the application of a service; called once, on the loop
     load            brings the model; runs in a thread of its own while the socket listens
     on_ready        called on the loop once requests are taken
+    on_stop         called on the loop at the first signal, with the number of requests that run
     drain_timeout   seconds that running requests may take after the first signal
     access_log      whether each request gets a log line
     """
@@ -55,6 +56,7 @@ class Plan:
     make_app: Callable[[Service], ASGIApp]
     load: Callable[[], ServedModel]
     on_ready: Callable[[], None]
+    on_stop: Callable[[int], None] = lambda _: None
     limits: Limits
     drain_timeout: float = 30.0
     access_log: bool = False
@@ -86,7 +88,10 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
 def _listen_unix(path: Path) -> socket.socket:
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _is_answered(path):
+        is_there = path.exists()
+        if is_there and not stat.S_ISSOCK(path.stat().st_mode):
+            raise FileExistsError(errno.EEXIST, "it is there and is no socket")
+        if is_there and not _is_answered(path):
             path.unlink()  # left by a process that was killed
         found.bind(str(path))
         found.listen(_BACKLOG)
@@ -196,6 +201,7 @@ class Lifecycle:
         """Drain and end; at once when asked a second time."""
         if self._drain is not None:
             os._exit(128 + number)
+        self.plan.on_stop(len(self._server.server_state.tasks))
         self._drain = self._loop.create_task(self._end())
 
     # ---- loading ----

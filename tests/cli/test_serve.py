@@ -114,11 +114,12 @@ def test_a_file_of_a_repository_named_apart(started):
     assert started.model.names == ("a/b/c.gguf",)
 
 
-def test_names(started, tmp_path):
+def test_names(started, tmp_path, monkeypatch):
     assert main(["serve", "a/b", "--served-model-name", "x", "--served-model-name", "y"]) == 0
     assert started.model.names == ("x", "y")
     file = tmp_path / "small-q4.gguf"
     file.touch()
+    monkeypatch.setattr("xjax.checkpoints.checkpoint.open_checkpoint", lambda path: None)
     assert main(["serve", str(file)]) == 0
     assert started.model.names == ("small-q4", str(file))
     assert main(["serve", str(tmp_path)]) == 0
@@ -167,6 +168,12 @@ def test_log_levels(started, level, ours, access):
         (["--cors", "[1"], "--cors"),
         (["--request-timeout", "0"], "--request-timeout"),
         (["--temperature", "1"], "--temperature"),
+        (["--compile-cache", "programs"], "--compile-cache must be an absolute folder"),
+        (["--chat-template", "/nothing/here"], "--chat-template /nothing/here: No such file"),
+        (["/dev"], "/dev: expected config.json and weights, or one GGUF file"),
+        (["/dev/null"], "/dev/null"),
+        (["--served-model-name", ""], "--served-model-name"),
+        (["--uds", "/tmp/x", "--port", "8000"], "--uds"),
     ],
 )
 def test_what_is_wrong_is_a_line_before_anything_starts(started, capsys, arguments, line):

@@ -1,7 +1,7 @@
 """`xjax` with a made-up engine: `python program.py serve tiny …`. Answers are those of FakeBackend.
 
 Model names steer it: "slow-load" loads for a minute, "no-load" cannot be loaded, "defect" fails as no
-program should; "paced" takes 20 ms a token; others answer at once.
+program should; "no-template" has no chat template; "paced" takes 20 ms a token; others answer at once.
 """
 
 import sys
@@ -28,7 +28,7 @@ class FakeLLM:
         # What tests look at would grow for as long as a soak runs.
         self.engine.requests = deque(maxlen=10)
         self.engine.aborted = deque(maxlen=10)
-        self.front = small_front()
+        self.front = small_front(None) if model.endswith("no-template") else small_front()
         self.max_model_len = self.engine.max_model_len
         self.generation_defaults = {}
         self.options = SimpleNamespace(seed=options.get("seed", 0))

@@ -28,7 +28,7 @@ class Process:
 
     def __init__(self, *arguments, port=0, environment=None):
         self._child = subprocess.Popen(
-            [*PROGRAM, *arguments, "--port", str(port)],
+            [*PROGRAM, *arguments, *([] if "--uds" in arguments else ["--port", str(port)])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -127,6 +127,8 @@ def test_a_signal_lets_what_runs_finish_and_takes_no_more(paced, number):
     assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n")
     code, said = paced.end()
     assert code == 0
+    assert "xjax: stopping: 1 requests run, up to 1 s; again to stop at once\n" in said
+    assert said.endswith("xjax: stopped\n")
     assert "Traceback" not in said and "error" not in said.lower().replace("errors", "")
 
 
@@ -225,6 +227,12 @@ def test_a_unix_socket(tmp_path):
         with Process("x/tiny", "--uds", str(path)) as second:
             code, said = second.end()
             assert code == 2 and "Address already in use" in said
+        file = tmp_path / "notes.txt"
+        file.touch()
+        with Process("x/tiny", "--uds", str(file)) as third:
+            code, said = third.end()
+            assert code == 2 and f"cannot listen on --uds {file}: it is there and is no socket" in said
+            assert file.exists()
         process.signal()
         assert process.end()[0] == 0
     assert not path.exists()
@@ -238,6 +246,17 @@ def test_a_key_of_the_environment_is_asked_for():
         process.signal()
         code, said = process.end()
     assert code == 0 and "secret" not in said
+    assert "-H 'Authorization: Bearer …'" in said
+
+
+def test_a_model_without_a_template_is_asked_for_completions():
+    with Process("x/no-template") as process:
+        process.wait_for("openai.OpenAI")
+        said = "".join(process.said)
+        curl = re.search(r"curl (\S+) .* -d '(.*)'", said)
+        assert curl.group(1) == f"http://127.0.0.1:{process.port}/v1/completions"
+        assert json.loads(curl.group(2))["prompt"] == "Hello"
+        assert "no chat template" in said
 
 
 def test_as_many_files_as_the_system_allows():

@@ -106,7 +106,7 @@ def test_a_private_character_of_the_user_is_kept():
 
 
 def test_without_a_template_a_chat_says_what_to_do():
-    with pytest.raises(RequestError, match=r"--raw.*--chat-template FILE") as error:
+    with pytest.raises(RequestError, match=r"/v1/completions.*--chat-template FILE") as error:
         make_front(None).encode_chat([{"role": "user", "content": "x"}])
     assert error.value.param == "messages"
 

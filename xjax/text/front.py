@@ -58,8 +58,8 @@ class Front:
         """
         if self.template is None:
             raise RequestError(
-                "this model has no chat template: send a plain prompt (--raw, the completions API), "
-                "or give a template with --chat-template FILE",
+                "this model has no chat template: send a prompt instead of messages (over HTTP to "
+                "/v1/completions), or load the model with one (--chat-template FILE)",
                 param="messages",
             )
         given: list[Any] = [check_messages(messages), _check_tools(tools), kwargs]

@@ -21,6 +21,7 @@ import typer
 import xjax
 from xjax.checkpoints import hub
 from xjax.config import EngineOptions, environment_api_keys
+from xjax.errors import LoadError
 from xjax_server.cli.console import ProgressBar, note
 from xjax_server.cli.options import Flags, takes_engine_flags
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from xjax_server.limits import Limits
     from xjax_server.serving import ServedModel, Service
 
+PORT = 8000
 MAX_QUEUE = 1024  # requests that wait, when nothing else is said: some 30 rounds of --max-num-seqs
 _CLOSE_SECONDS = 5.0
 _LEVELS = ("debug", "info", "warning", "error")
@@ -40,11 +42,16 @@ _Model = Annotated[
 _Host = Annotated[
     str | None, typer.Option("--host", help="address to listen on; default: 127.0.0.1, with a key 0.0.0.0")
 ]
-_Port = Annotated[int, typer.Option("--port", help="port to listen on", min=0, max=65535)]
+_Port = Annotated[
+    int | None, typer.Option("--port", help=f"port to listen on; default: {PORT}", min=0, max=65535)
+]
 _Uds = Annotated[str | None, typer.Option("--uds", help="listen on this Unix socket instead")]
 _ApiKey = Annotated[
     list[str] | None,
-    typer.Option("--api-key", help="key that clients must send; may be given several times"),
+    typer.Option(
+        "--api-key",
+        help="key that clients must send, as well as that of XJAX_API_KEY; may be given several times",
+    ),
 ]
 _Names = Annotated[
     list[str] | None,
@@ -52,11 +59,17 @@ _Names = Annotated[
 ]
 _RequestTimeout = Annotated[
     float | None,
-    typer.Option("--request-timeout", help="seconds after which an answer is broken off", min=0.001),
+    typer.Option(
+        "--request-timeout", help="seconds after which an answer is broken off; default: none", min=0.001
+    ),
 ]
 _QueueTimeout = Annotated[
     float | None,
-    typer.Option("--queue-timeout", help="seconds that a request may wait before its first step", min=0.001),
+    typer.Option(
+        "--queue-timeout",
+        help="seconds that a request may wait before its first step; default: none",
+        min=0.001,
+    ),
 ]
 _MaxBody = Annotated[
     int | None, typer.Option("--max-body", help="largest body in bytes; default: 32 MiB", min=1)
@@ -79,7 +92,8 @@ _DrainTimeout = Annotated[
     float, typer.Option("--drain-timeout", help="seconds that running requests get after SIGTERM", min=0)
 ]
 _Seed = Annotated[
-    int | None, typer.Option("--seed", help="what the seeds of requests that name none are drawn from")
+    int | None,
+    typer.Option("--seed", help="what the seeds of requests that name none are drawn from; default: 0"),
 ]
 
 
@@ -88,6 +102,7 @@ class _Engine:
 
     def __init__(self, flags: Flags, names: tuple[str, ...]) -> None:
         self.names = names
+        self.has_template = True
         self._flags = flags
         self._llm: xjax.LLM | None = None
 
@@ -96,6 +111,7 @@ class _Engine:
         serving = import_module("xjax_server.serving")
         llm = self._llm = self._flags.open_engine(progress, num_prompts=EngineOptions().max_num_seqs)
         llm.wait_ready()
+        self.has_template = llm.front.template is not None
         return serving.ServedModel(
             names=self.names,
             backend=llm.engine,
@@ -120,6 +136,8 @@ class _Engine:
 def _names(given: list[str] | None, model: str | None) -> tuple[str, ...]:
     """Names to serve under: those given, or the model's own, a local path by its last part too."""
     if given:
+        if not all(name.strip() for name in given):
+            raise typer.BadParameter("--served-model-name: the name is empty")
         return tuple(dict.fromkeys(given))
     if model is None:
         return (hub.DEFAULT_MODEL.name,)
@@ -159,16 +177,29 @@ def _set_up_logging(level: str) -> None:
         logger.propagate = False
 
 
-def _say_ready(progress: ProgressBar, address: str, name: str) -> None:
+def _say_ready(progress: ProgressBar, address: str, engine: _Engine, has_key: bool) -> None:
     progress.pause()
+    name = engine.names[0]
     note(f"xjax: serving {name}; stop with Ctrl-C")
+    if not engine.has_template:
+        note("xjax: this model has no chat template: /v1/completions works, chat needs --chat-template FILE")
+    key = " -H 'Authorization: Bearer …'" if has_key else ""
     if not address.startswith("http"):
-        note(f"xjax: try  curl --unix-socket {address.removeprefix('unix:')} http://localhost/v1/models")
+        note(f"xjax: try  curl --unix-socket {address.removeprefix('unix:')}{key} http://localhost/v1/models")
         return
     address = address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True})
-    note(f"xjax: try  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    path, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
+    if not engine.has_template:
+        path, asked = "completions", {"prompt": "Hello"}
+    body = json.dumps({"model": name, **asked, "stream": True})
+    note(f"xjax: try  curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'")
     note(f"xjax: or   openai.OpenAI(base_url='{address}/v1', api_key='…')")
+
+
+def _say_stop(progress: ProgressBar, drain_timeout: float, num_running: int) -> None:
+    progress.pause()
+    running = f": {num_running} requests run, up to {drain_timeout:g} s" if num_running else ""
+    note(f"xjax: stopping{running}; again to stop at once")
 
 
 def _limits(max_body: int | None, request_timeout: float | None, queue_timeout: float | None) -> "Limits":
@@ -187,6 +218,19 @@ def _keys(given: list[str] | None) -> list[str]:
     return keys
 
 
+def _check_files(model: str | None, template: str | None) -> None:
+    """Look at the files that are here already; raises LoadError for those that cannot be used."""
+    if template is not None:
+        try:
+            Path(template).open("rb").close()
+        except (OSError, ValueError) as error:
+            cause = error.strerror if isinstance(error, OSError) else error
+            raise LoadError(f"--chat-template {template}: {cause}") from error
+    path = None if model is None else Path(model).expanduser()
+    if path is not None and path.exists():
+        import_module("xjax.checkpoints.checkpoint").open_checkpoint(path)  # headers alone
+
+
 def _engine_flags(flags: Flags, models: list[str | None], seed: int | None, level: str) -> Flags:
     """The flags with the server's own defaults; everything in them is checked."""
     named = [name for name in (*models, flags.model) if name is not None]
@@ -198,6 +242,7 @@ def _engine_flags(flags: Flags, models: list[str | None], seed: int | None, leve
     EngineOptions.from_mapping(options)
     model = named[0] if named else None
     hub.check_name(model)
+    _check_files(model, flags.chat_template)
     is_verbose = flags.verbose or level in ("debug", "info")
     return dataclasses.replace(flags, model=model, engine=options, verbose=is_verbose)
 
@@ -206,7 +251,7 @@ def _serve(
     name: _Model = None,
     *,
     host: _Host = None,
-    port: _Port = 8000,
+    port: _Port = None,
     uds: _Uds = None,
     api_key: _ApiKey = None,
     served_model_name: _Names = None,
@@ -231,6 +276,8 @@ def _serve(
     level = _OTHER_LEVELS.get(log_level, log_level)
     if level not in _LEVELS:
         raise typer.BadParameter(f"--log-level must be one of {', '.join(_LEVELS)}, not {log_level!r}")
+    if uds is not None and (host is not None or port is not None):
+        raise typer.BadParameter("--uds is instead of --host and --port; give one or the other")
     keys = _keys(api_key)
     if file is not None:  # beside --m it is a file of that repository
         short = file if short is None else f"{short}/{file}"
@@ -243,7 +290,7 @@ def _serve(
     }
     _run(
         _Engine(flags, _names(served_model_name, flags.model)),
-        place=(host or ("0.0.0.0" if keys else "127.0.0.1"), port, uds),
+        place=(host or ("0.0.0.0" if keys else "127.0.0.1"), PORT if port is None else port, uds),
         access={"api_keys": keys, "cors": _origins(cors)},
         settings=settings,
     )
@@ -269,11 +316,14 @@ def _run(
         plan = lifecycle.Plan(
             make_app=make_app,
             load=partial(engine.load, progress),
-            on_ready=partial(_say_ready, progress, address, engine.names[0]),
+            on_stop=partial(_say_stop, progress, settings["drain_timeout"]),
+            on_ready=partial(_say_ready, progress, address, engine, bool(access["api_keys"])),
             **settings,
         )
         is_loaded: bool = lifecycle.run(plan, listener)
-    if not is_loaded or not engine.close():
+    has_ended = is_loaded and engine.close()
+    note("xjax: stopped")
+    if not has_ended:
         # A thread inside the compiler cannot be stopped, and nothing of ours is left to be written.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
