@@ -211,7 +211,8 @@ def start_engine(
     table = table or make_table(model, plan)
     return Engine(
         model.params,
-        lambda: give_back_zeros(allocate(plan.state, _sharding(model))),
+        # Leaf by leaf: together they would take all their memory for a moment.
+        lambda: jax.tree.map(lambda leaf: give_back_zeros(allocate(leaf, _sharding(model))), plan.state),
         table,
         plan.scheduler,
         vocab_size=model.config.vocab_size,

@@ -70,10 +70,10 @@ def abstract_state(
     return EngineState(tuple(kv), tuple(recurrent), rows, rows)
 
 
-def allocate(abstract: EngineState, sharding: jax.sharding.Sharding | None = None) -> EngineState:
-    """Make the state that `abstract` describes, zero everywhere, each leaf a buffer of its own."""
+def allocate(abstract: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+    """Make the state, or the part of one, that `abstract` describes: zero, each leaf a buffer of its own."""
 
-    def build() -> EngineState:
+    def build() -> Any:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
 
     return jax.jit(build, out_shardings=sharding)()
