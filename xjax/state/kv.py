@@ -72,11 +72,7 @@ def abstract_state(
 
 def allocate(abstract: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
     """Make the state, or the part of one, that `abstract` describes: zero, each leaf a buffer of its own."""
-
-    def build() -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
-
-    return jax.jit(build, out_shardings=sharding)()
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), abstract)
 
 
 def state_bytes(abstract: EngineState) -> int:
