@@ -9,6 +9,8 @@
 Knows no model and no engine; the commands reach them through the lazy names of `xjax`.
 """
 
+import contextlib
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -20,6 +22,9 @@ import xjax
 from xjax.errors import XjaxError
 from xjax_server.cli import bench, chat, generate, models, pull, serve
 from xjax_server.cli.console import PIPE_CLOSED, drop, flush, print_error, set_up_streams, write
+from xjax_server.interrupts import is_compiling, was_interrupted
+
+INTERRUPTED = 130  # as a shell reports a program that SIGINT ended
 
 app = typer.Typer(
     name="xjax",
@@ -98,7 +103,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         print_error(_usage_line(error))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
     except XjaxError as error:
         if debug:
             traceback.print_exc()
@@ -107,12 +112,31 @@ def _run(arguments: list[str], debug: bool) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return the exit code; prints one line for an error, never a trace."""
+    """Run one command and return the exit code; prints one line for an error, never a trace.
+
+    Without arguments those of the program are taken, and Ctrl-C does not wait for the compiler.
+    """
+    try:
+        code = _checked(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if arguments is None and code == INTERRUPTED and is_compiling():
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                with contextlib.suppress(OSError):
+                    stream.flush()
+        os._exit(INTERRUPTED)
+    return code
+
+
+def _checked(arguments: list[str]) -> int:
     set_up_streams()
-    given, debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
+    given, debug = _take_debug(arguments)
     try:
         return _run(normalize(given), debug)
     except Exception as error:  # noqa: BLE001
+        if was_interrupted(error):
+            return INTERRUPTED
         if debug:
             traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0]

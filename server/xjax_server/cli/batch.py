@@ -308,9 +308,14 @@ def _ask(llm: "xjax.LLM", jobs: list[Job], results: ResultWriter, progress: Prog
     future = pool.submit(ask, prompts, params, on_result=hand_over)
     future.add_done_callback(lambda _: done.put(None))
     pool.shutdown(wait=False)
-    while (item := done.get()) is not None:
-        results.put(jobs[item[0]], result_object(item[1]))
-        progress("answering requests", results.next_index, total)
+    try:
+        while (item := done.get()) is not None:
+            results.put(jobs[item[0]], result_object(item[1]))
+            progress("answering requests", results.next_index, total)
+    except KeyboardInterrupt:
+        while not done.empty() and (item := done.get()) is not None:  # answers that were there already
+            results.put(jobs[item[0]], result_object(item[1]))
+        raise
     future.result()  # raises what the call raised
 
 

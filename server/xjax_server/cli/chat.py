@@ -143,7 +143,7 @@ def chat(
         if name in flags.sampling:
             raise typer.BadParameter(f"--{name} cannot be used in a chat")
     flags.params({})
-    with ProgressBar() as progress, flags.open_engine(progress, num_prompts=1) as llm:
+    with ProgressBar() as progress, flags.running(progress, num_prompts=1) as llm:
         progress.pause()
         if not llm.has_chat_template:
             raise RequestError(

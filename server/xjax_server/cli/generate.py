@@ -206,7 +206,7 @@ def generate(
     flags.params({})
     if source is None:
         text = read_prompt(prompt, keep_newline=raw)
-        with ProgressBar() as progress, flags.open_engine(progress, num_prompts=1) as llm:
+        with ProgressBar() as progress, flags.running(progress, num_prompts=1) as llm:
             _answer_one(llm, text, flags, progress, system=system, raw=raw, as_json=as_json)
         return
     work = batch.Work(source, output)
@@ -214,6 +214,6 @@ def generate(
         if work.is_finished:
             note(f"xjax: {output} already holds all {work.num_inputs} results")
             return
-        with flags.open_engine(progress, num_prompts=work.num_inputs) as llm:
+        with flags.running(progress, num_prompts=work.num_inputs) as llm:
             is_raw = _sends_raw(llm, raw, system)
             batch.run(llm, work, flags, system=system, raw=is_raw, progress=progress)

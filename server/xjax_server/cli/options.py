@@ -5,8 +5,9 @@ to a command, which receives them as one `Flags` value. Values are checked where
 `SamplingParams` and `EngineOptions`, not here.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args
 
@@ -16,6 +17,7 @@ import xjax
 from xjax.config import EngineOptions
 from xjax.request import SamplingParams
 from xjax_server.cli.console import ProgressBar, set_up_logging
+from xjax_server.interrupts import ending_at_once, is_compiling
 
 # `--seed` of the command line is the seed of the request.
 HIDDEN_ENGINE_OPTIONS = ("seed",)
@@ -85,13 +87,26 @@ class Flags:
         options.setdefault("max_num_seqs", self._sequences(num_prompts))
         # Wrong options are reported before anything is downloaded.
         EngineOptions.from_mapping(options)
-        return xjax.LLM(
+        with ending_at_once():
+            make = xjax.LLM  # brings JAX
+        return make(
             self.model,
             revision=self.revision,
             chat_template=self.chat_template,
             progress=progress,
             **options,
         )
+
+    @contextlib.contextmanager
+    def running(self, progress: ProgressBar, *, num_prompts: int) -> "Generator[xjax.LLM]":
+        """As `open_engine`, and closed at the end; Ctrl-C does not wait for what is being compiled."""
+        with contextlib.ExitStack() as stack:
+            try:
+                yield stack.enter_context(self.open_engine(progress, num_prompts=num_prompts))
+            except KeyboardInterrupt:
+                if is_compiling():
+                    stack.pop_all()  # `main` ends the process
+                raise
 
     def _sequences(self, num_prompts: int) -> int:
         samples = num_prompts * self.params({}).n

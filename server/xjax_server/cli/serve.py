@@ -24,6 +24,7 @@ from xjax.config import EngineOptions, environment_api_keys
 from xjax.errors import LoadError
 from xjax_server.cli.console import ProgressBar, note
 from xjax_server.cli.options import Flags, takes_engine_flags
+from xjax_server.interrupts import ending_at_once
 
 if TYPE_CHECKING:
     from xjax_server.limits import Limits
@@ -203,7 +204,8 @@ def _say_stop(progress: ProgressBar, drain_timeout: float, num_running: int) -> 
 
 
 def _limits(max_body: int | None, request_timeout: float | None, queue_timeout: float | None) -> "Limits":
-    limits: Limits = import_module("xjax_server.limits").Limits()
+    with ending_at_once():
+        limits: Limits = import_module("xjax_server.limits").Limits()
     if max_body is not None:
         limits = dataclasses.replace(limits, max_body=max_body)
     return dataclasses.replace(limits, request_timeout=request_timeout, queue_timeout=queue_timeout)
@@ -228,7 +230,9 @@ def _check_files(model: str | None, template: str | None) -> None:
             raise LoadError(f"--chat-template {template}: {cause}") from error
     path = None if model is None else Path(model).expanduser()
     if path is not None and path.exists():
-        import_module("xjax.checkpoints.checkpoint").open_checkpoint(path)  # headers alone
+        with ending_at_once():
+            checkpoint = import_module("xjax.checkpoints.checkpoint")
+        checkpoint.open_checkpoint(path)  # headers alone
 
 
 def _engine_flags(flags: Flags, models: list[str | None], seed: int | None, level: str) -> Flags:
@@ -303,8 +307,9 @@ def _run(
     access: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    lifecycle, app = import_module("xjax_server.lifecycle"), import_module("xjax_server.app")
-    openai = import_module("xjax_server.openai")
+    with ending_at_once():
+        lifecycle, app = import_module("xjax_server.lifecycle"), import_module("xjax_server.app")
+        openai = import_module("xjax_server.openai")
     listener = lifecycle.listen(*place)
     address: str = lifecycle.address_of(listener)
     note(f"xjax: listening on {address}; /ready tells when the model is loaded")
