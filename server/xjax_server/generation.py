@@ -20,6 +20,7 @@ from xjax_server.errors import Unavailable
 from xjax_server.serving import ServedModel, Service
 
 Item = tuple[int, Delta]  # (prompt index, delta)
+_TURN = 0.002  # seconds that the prompts of one request may hold the loop
 _OUTCOMES = ("error", "abort", "length", "stop")  # of several samples the worst counts
 
 
@@ -86,9 +87,13 @@ class Generation:
         """
         generation = cls(service, service.model, time.monotonic() if arrival is None else arrival)
         try:
+            turn = time.monotonic()
             for index, prompt in enumerate(prompts):
                 name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
                 generation._submit(index, name, prompt, priority)
+                if time.monotonic() - turn > _TURN:  # many prompts: let other requests have the loop
+                    await asyncio.sleep(0)
+                    turn = time.monotonic()
         except BaseException:
             generation._abort()
             raise

@@ -118,6 +118,46 @@ def test_one_refused_prompt_refuses_all():
     assert sorted(backend.aborted) == ["a-0", "a-1"]
 
 
+def test_many_prompts_let_others_have_the_loop():
+    async def work(service):
+        turns = 0
+
+        async def other():
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        task = asyncio.create_task(other())
+        prompts = [prompt(logit_bias=dict.fromkeys(range(300), 1.0))] * 512
+        start = Generation.start(service, prompts, request_id="a")
+        (await start).close()
+        task.cancel()
+        assert turns >= 5
+
+    backend = FakeBackend()
+    backend.hold()
+    run(backend, work)
+    assert len(backend.requests) == 512
+
+
+def test_leaving_while_prompts_are_submitted_aborts_those_that_were():
+    async def work(service):
+        prompts = [prompt(logit_bias=dict.fromkeys(range(300), 1.0))] * 512
+        start = Generation.start(service, prompts, request_id="a")
+        task = asyncio.create_task(start)
+        while not backend.requests:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert 0 < len(backend.requests) < 512
+
+    backend = FakeBackend()
+    backend.hold()
+    run(backend, work)
+
+
 def test_a_full_queue_is_told():
     async def work(service):
         first = await Generation.start(service, [prompt(max_tokens=100)], request_id="a")
