@@ -64,8 +64,8 @@ def options_page() -> str:
     """Text of docs/options.md: every option with its default."""
     return (
         "# Options\n\n" + NOTE + "## Engine\n\n"
-        "Flags of `xjax generate`, `xjax chat` and `xjax serve`; keyword arguments of `xjax.LLM` under the same names "
-        "with underscores, which the command line takes too.\n\n"
+        "Flags of `xjax generate`, `xjax chat` and `xjax serve`; keyword arguments of `xjax.LLM` under the "
+        "same names with underscores, which the command line takes too.\n\n"
         + _table(["option", "also", "default", "meaning"], _engine_rows())
         + "\n## Sampling\n\n"
         "Fields of `xjax.SamplingParams` and of a line of `--input`. On the command line the model's own "
@@ -153,6 +153,7 @@ Replies have OpenAI's shapes. What is added to them or easily misread:
   beginning of the choice's `text`.
 - The choice of sample k of prompt i in completions has index i·n + k.
 - With `max_tokens` 0 in completions no token is made: `echo` and `logprobs` then score a prompt.
+- A prompt without a token is a 400, `empty_prompt`.
 - A prompt is too long when it leaves no room for one token: 400, `context_length_exceeded`, with both
   numbers. `max_tokens` is never too large.
 

@@ -16,8 +16,9 @@ import typer
 
 from xjax_server.bench.commands.flags import LoadFlags
 from xjax_server.cli.console import ProgressBar, note
+from xjax_server.interrupts import ending_at_once
 
-app = typer.Typer(help="Measure engines and servers, and compare results.", no_args_is_help=True)
+app = typer.Typer(help="Measure engines and servers, and compare results.")
 
 Json = Annotated[Path | None, typer.Option("--json", help="file for the result")]
 Threads = Annotated[int, typer.Option("--threads", min=1, help="of every engine")]
@@ -26,8 +27,15 @@ Models = Annotated[
 ]
 
 
+@app.callback(invoke_without_command=True)
+def _bench(context: typer.Context) -> None:  # pyright: ignore[reportUnusedFunction]
+    if context.invoked_subcommand is None:
+        raise typer.BadParameter("name what to measure: offline, serve, serving, client or compare")
+
+
 def _commands(name: str) -> ModuleType:
-    return import_module(f"xjax_server.bench.commands.{name}")
+    with ending_at_once():
+        return import_module(f"xjax_server.bench.commands.{name}")
 
 
 def takes_load_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -36,8 +36,8 @@ IGNORED = {
     "store": "whether to keep the answer; nothing is kept",
     "service_tier": "there is one tier",
     "safety_identifier": "who asks",
-    "prompt_cache_key": "pages are shared by content",
-    "prompt_cache_retention": "pages are shared by content",
+    "prompt_cache_key": "no pages are shared between requests yet",
+    "prompt_cache_retention": "no pages are shared between requests yet",
     "prediction": "a hint for speed",
     "parallel_tool_calls": "of no meaning without tools",
     "verbosity": "a hint to models trained with it",
@@ -202,12 +202,13 @@ class SamplingFields(BaseModel):
         None, description="over prompt and answer; default: the model's, else 1"
     )
     logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_LOGIT_BIAS), FEW] | None = Field(
-        None, description="token id, as a string, to what is added to its logit"
+        None,
+        description=f"token id, as a string, to what its logit gets, -100 to 100; at most {MAX_LOGIT_BIAS}",
     )
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED), WHOLE] | None = Field(
-        None, description="equal seeds give equal answers; default: each request its own"
+        None, description="-2^63 to 2^64-1; equal seeds give equal answers; default: each request its own"
     )
-    stop: Stop | None = Field(None, description="one text or several that end the answer")
+    stop: Stop | None = Field(None, description="one text or several, none empty, that end the answer")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGIT_BIAS), FAST] | None = Field(
         None, description="token ids that end the answer"
     )
@@ -217,14 +218,14 @@ class SamplingFields(BaseModel):
         None, description="leave special tokens out of the text; default true"
     )
     min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT), WHOLE] | None = Field(
-        None, description="tokens before which nothing ends the answer; default 0"
+        None, description="tokens before which nothing ends the answer, at most `max_tokens`; default 0"
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None,
         description="log-probabilities of the prompt's tokens and of the best so many; not with `stream`",
     )
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT), WHOLE] | None = Field(
-        None, description="lower runs first; default 0"
+        None, description="-2^53 to 2^53; lower runs first; default 0"
     )
     return_token_ids: bool | None = Field(
         None, description="`token_ids` in choices, `prompt_token_ids` beside them; default false"
@@ -251,7 +252,7 @@ class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1), FAST] = Field(
-        description="the conversation; parts of text are joined by a line break, other parts are refused"
+        description="the conversation, not empty; parts of text are joined by a line break, others refused"
     )
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT), WHOLE] | None = Field(
         None, description="most tokens of the answer, cut to what the context has left; default: all of it"

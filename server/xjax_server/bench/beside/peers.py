@@ -115,11 +115,16 @@ def find(name: str, path: str, model: str, sizes: Sizes, folder: Path) -> list[P
     """Peers of one name. `folder` is for files made for them. Raises XjaxError where it cannot be had."""
     if name == "llama-server":
         return _llama(path, model, folder)
-    if name == "vllm":
-        return [_vllm(path, model, sizes, folder)]
-    raise RequestError(
-        f"no peer is called {name!r}; expected llama-server=PATH or vllm=PYTHON", param="peers"
-    )
+    check_peer(name)
+    return [_vllm(path, model, sizes, folder)]
+
+
+def check_peer(name: str) -> None:
+    """Raise RequestError for a name that no peer has."""
+    if name not in ("llama-server", "vllm"):
+        raise RequestError(
+            f"no peer is called {name!r}; expected llama-server=PATH or vllm=PYTHON", param="peers"
+        )
 
 
 def _output(command: Sequence[str]) -> str:

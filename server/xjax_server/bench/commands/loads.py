@@ -13,9 +13,10 @@ from rich.table import Table
 from xjax.errors import RequestError
 from xjax_server.bench import machine
 from xjax_server.bench.beside import run as beside
+from xjax_server.bench.beside.peers import check_peer
 from xjax_server.bench.beside.servers import ending_children
 from xjax_server.bench.commands.flags import LoadFlags
-from xjax_server.bench.commands.results import finish, tables
+from xjax_server.bench.commands.results import check_path, finish, tables
 from xjax_server.bench.models import find_models
 from xjax_server.bench.samples import median, shown
 from xjax_server.bench.serving import report, run
@@ -88,6 +89,9 @@ def serve(
     progress: run.Progress,
 ) -> None:
     """Put a running server under load; `endpoint` without a model: the first that it lists."""
+    check_path(path)
+    if not endpoint.url.startswith(("http://", "https://")):
+        raise RequestError(f"--url {endpoint.url}: a URL begins with http:// or https://", param="url")
     plan, shape = plan_of(flags), plan_of(flags).shape
     plan = replace(plan, has_fixed_length=endpoint.ignore_eos and dataset is None)
     prompts: Prompts
@@ -106,6 +110,7 @@ def peers_of(text: str) -> dict[str, str]:
     for name, _, path in parts:
         if not path:
             raise RequestError(f"--peers takes NAME=PATH with commas between them, got {name!r}")
+        check_peer(name)
     return {name: path for name, _, path in parts}
 
 
@@ -120,6 +125,7 @@ def serving(
     progress: run.Progress,
 ) -> None:
     """Start servers beside each other and put them under the same load in turn."""
+    check_path(path)
     plan, chosen = plan_of(flags), beside.Beside(threads=threads, peers=peers, has_engine=has_engine)
     files, described, found = find_models(models), machine.describe(), list[dict[str, Any]]()
     with ending_children(), TemporaryDirectory(prefix="xjax-bench-") as folder:

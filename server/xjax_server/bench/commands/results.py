@@ -22,10 +22,23 @@ def tables() -> Console:
 
 
 def finish(result: dict[str, Any], path: Path | None, show: Callable[[Any, Console], None]) -> None:
-    """Save a result where a path is given, and show it."""
+    """Show a result, and save it where a path is given."""
+    show(result, tables())
     if path is not None:
         results.save(result, path)
-    show(result, tables())
+
+
+def check_path(path: Path | None) -> None:
+    """Raise RequestError where a result could not be saved, before it takes minutes to measure."""
+    if path is None:
+        return
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise RequestError(f"the result cannot be written to {path}: {error.strerror}") from error
 
 
 def compare(a: Path, b: Path) -> None:

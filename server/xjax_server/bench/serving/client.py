@@ -6,6 +6,7 @@ Knows no engine; aiohttp is imported when a session is opened.
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -217,7 +218,12 @@ class Client:
                 if response.status == 200:
                     return json.loads(content)
         except (TimeoutError, *self._failures) as error:
-            raise RequestError(f"{url} cannot be asked: {error}") from error
+            # A connector's error is told by the system's own, without the connection's settings.
+            cause = getattr(error, "os_error", None) or error
+            number = getattr(cause, "errno", None)
+            reason = os.strerror(number) if number and number > 0 else str(cause) or type(cause).__name__
+            hint = "; is the server running?" if isinstance(cause, ConnectionRefusedError) else ""
+            raise RequestError(f"{url} cannot be asked: {reason}{hint}") from error
         raise RequestError(f"{url} answers HTTP {response.status}: {_reason(content)}")
 
 

@@ -112,7 +112,7 @@ class TextPrompts:
             wanted = self.num_words + self.shape.input_len - found
             if wanted < 1:
                 raise RequestError(
-                    f"prompts of {self.shape.input_len} tokens are too short: "
+                    f"prompts of {self.shape.input_len} tokens are too short (--input-len): "
                     f"what the server puts around a message takes about {found - self.num_words}",
                     param="input_len",
                 )
