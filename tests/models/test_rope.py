@@ -50,10 +50,10 @@ def test_factors_divide():
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"rope_type": "yarn", "factor": 2}, "yarn"),
+        ({"rope_type": "spiral", "factor": 2}, "spiral"),
+        ({"rope_type": "yarn"}, "factor"),
         ({"rope_type": "linear"}, "factor"),
         ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial"),
         ({"rope_type": "linear", "factor": "big"}, "factor must be a number above 0"),
         ({"rope_type": "linear", "factor": 0}, "factor must be a number above 0"),
         ({"rope_type": "default", "rope_theta": [1]}, "rope_theta must be a number above 0"),
