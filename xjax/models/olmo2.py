@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from xjax.errors import LoadError
 from xjax.models.decoder import (
     Config,
     abstract,
@@ -41,6 +42,8 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
     """Read GGUF metadata."""
     get = Settings(values, "GGUF metadata", "olmo2.")
+    if get.values.get("olmo2.attention.sliding_window") is not None:
+        raise LoadError("GGUF metadata: olmo2 with a window, which is OLMo 3, is not supported")
     return read_gguf(get, tensors, parts=_parts(has_bias=False))
 
 

@@ -71,7 +71,7 @@ def rope_from_hf(
             raise LoadError(f"config.json: low_freq_factor {low:g} must be below high_freq_factor {high:g}")
         return Rope(dim, theta, "llama3", get.number("factor"), low, high, _original(get, original))
     if kind == "yarn":
-        return _yarn_from_hf(get, dim, theta, _original(get, original or context))
+        return _yarn_from_hf(get, dim, theta, original or context)
     if kind in ("longrope", "su"):
         return _long_from_hf(get, dim, theta, context, _original(get, original))
     known = "default, dynamic, linear, llama3, longrope, yarn"
@@ -94,6 +94,7 @@ def _yarn_from_hf(get: Settings, dim: int, theta: float, original: int) -> Rope:
         both = mscale is not None and all_dim is not None
         scale = _mscale(factor, mscale) / _mscale(factor, all_dim) if both else _mscale(factor)
     low, high = get.number("beta_slow", 1.0), get.number("beta_fast", 32.0)
+    original = _original(get, original)
     if not get.flag("truncate", True):
         raise LoadError("config.json: yarn without truncated bounds is not supported")
     return Rope(dim, theta, "yarn", factor, low, high, original, scale=scale)
@@ -137,14 +138,27 @@ def rope_from_gguf(get: Settings, *, dim: int, theta: float) -> Rope:
     if kind == "linear":
         return Rope(dim, theta, "linear", get.number("rope.scaling.factor"))
     if kind == "yarn":
-        factor = get.number("rope.scaling.factor")
-        original = get.integer("rope.scaling.original_context_length", get.integer("context_length"))
-        scale = _mscale(factor) * get.number("rope.scaling.attn_factor", 1.0)
-        return Rope(dim, theta, "yarn", factor, 1.0, 32.0, original, scale=scale)
+        return _yarn_from_gguf(get, dim, theta)
     if kind != "none":
         known = "none, linear, yarn"
         raise LoadError(f"{get.source}: rope scaling of type {kind!r} is not supported; known: {known}")
     return Rope(dim, theta)
+
+
+def _yarn_from_gguf(get: Settings, dim: int, theta: float) -> Rope:
+    factor = get.number("rope.scaling.factor")
+    low, high = (
+        get.number("rope.scaling.yarn_beta_slow", 1.0),
+        get.number("rope.scaling.yarn_beta_fast", 32.0),
+    )
+    original = get.integer("rope.scaling.original_context_length", get.integer("context_length"))
+    # The converter writes what a config.json calls attention_factor, which is the whole scale.
+    scale = get.optional_number("rope.scaling.yarn_attn_factor")
+    if scale is None:
+        scale = _mscale(factor) * get.number("rope.scaling.attn_factor", 1.0)
+        if get.values.get(f"{get.prefix}rope.scaling.yarn_log_multiplier"):
+            scale /= _mscale(factor, get.number("rope.scaling.yarn_log_multiplier"))
+    return Rope(dim, theta, "yarn", factor, low, high, original, scale=scale)
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
