@@ -1,4 +1,4 @@
-"""Every family gives the logits of transformers in any schedule, from folder and GGUF; each part counts."""
+"""Every family gives the logits of transformers in any schedule, from folder and GGUF; every part counts."""
 
 import dataclasses
 import functools

@@ -175,9 +175,7 @@ def read_gguf(
 
 def _gguf_rope(get: Settings, dim: int, tensors: Mapping[str, Any], theta: float) -> Rope:
     if "rope_factors_long.weight" in tensors:
-        raise LoadError(
-            "rope_factors_long.weight: long rotary factors are not supported for this architecture"
-        )
+        raise LoadError(f"{get.source}: long rotary factors are not supported for this architecture")
     if "rope_freqs.weight" not in tensors:
         return rope_from_gguf(get, dim=dim, theta=theta)
     factors = tuple(float(x) for x in tensors["rope_freqs.weight"].read().reshape(-1))

@@ -1,8 +1,8 @@
-"""Gemma 3, the text model: windows on five layers of six, each kind with a rotary base of its own.
+"""Gemma 3: windows on five layers of six, each kind with a rotary base of its own.
 
 Halves are normed before and after, norm weights count from one, queries and keys are normed per
-head, embeddings are scaled by the root of their size. A checkpoint with a vision tower is read
-for its text model alone.
+head, embeddings are scaled by the root of their size. Of a checkpoint with a vision tower only
+the text model is read.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Llama: Llama 2 and 3, SmolLM2, Yi and what else has their shape.
+"""Llama: what most families are variations of.
 
 Pre-norm halves, SiLU-gated feed-forward, grouped kv heads, rotary embedding with default, linear
 or llama3 scaling; biases and a head of its own are optional.

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers, with a window in the models that have one, and Ministral's mix of both."""
+"""Mistral: Llama's layers, with windows on all in the first models, on some in Ministral."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -91,8 +91,9 @@ def _yarn_from_hf(get: Settings, dim: int, theta: float, original: int) -> Rope:
     factor, scale = get.number("factor"), get.optional_number("attention_factor")
     mscale, all_dim = get.optional_number("mscale"), get.optional_number("mscale_all_dim")
     if scale is None:
-        both = mscale is not None and all_dim is not None
-        scale = _mscale(factor, mscale) / _mscale(factor, all_dim) if both else _mscale(factor)
+        scale = _mscale(factor)
+        if mscale is not None and all_dim is not None:
+            scale = _mscale(factor, mscale) / _mscale(factor, all_dim)
     low, high = get.number("beta_slow", 1.0), get.number("beta_fast", 32.0)
     original = _original(get, original)
     if not get.flag("truncate", True):
@@ -147,10 +148,8 @@ def rope_from_gguf(get: Settings, *, dim: int, theta: float) -> Rope:
 
 def _yarn_from_gguf(get: Settings, dim: int, theta: float) -> Rope:
     factor = get.number("rope.scaling.factor")
-    low, high = (
-        get.number("rope.scaling.yarn_beta_slow", 1.0),
-        get.number("rope.scaling.yarn_beta_fast", 32.0),
-    )
+    low = get.number("rope.scaling.yarn_beta_slow", 1.0)
+    high = get.number("rope.scaling.yarn_beta_fast", 32.0)
     original = get.integer("rope.scaling.original_context_length", get.integer("context_length"))
     # The converter writes what a config.json calls attention_factor, which is the whole scale.
     scale = get.optional_number("rope.scaling.yarn_attn_factor")
