@@ -67,8 +67,14 @@ class Config:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
-        return self.windows or (None,) * self.num_layers
+        """The window of each layer; one as wide as the whole context is none."""
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(None if window is None or window >= self.max_context else window for window in windows)
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Which layers use `local_rope`."""
+        return tuple(window is not None for window in self.windows) or (False,) * self.num_layers
 
 
 def read_hf(
@@ -257,10 +263,10 @@ def forward(
         local_rope = angles(config.local_rope, batch.rope_position)
     kv, outputs = [], []
     last = len(params.layers) - 1
-    for i, (layer, pages, window) in enumerate(
-        zip(params.layers, state.kv, config.layer_windows, strict=True)
-    ):
-        turn, layer_config = rope if window is None else local_rope, _layer_config(config, window)
+    windows, is_local = config.layer_windows, config.local_layers
+    for i, (layer, pages) in enumerate(zip(params.layers, state.kv, strict=True)):
+        window = windows[i]
+        turn, layer_config = local_rope if is_local[i] else rope, _layer_config(config, window)
         x, pages = layers.decoder_layer(
             layer, pages, x, paging[window], turn, config=layer_config, wanted=wanted if i == last else None
         )

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from xjax.errors import LoadError
 from xjax.models.decoder import (
     Config,
     abstract,
@@ -46,6 +47,8 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
     get = Settings({"head_dim": 256, "tie_word_embeddings": True, **values}, "config.json")
     num_layers, window = get.num_layers("num_hidden_layers"), get.integer("sliding_window", 4096)
     has_bias = get.flag("attention_bias", False)
+    if get.flag("use_bidirectional_attention", False):
+        raise LoadError("config.json: Gemma 2 with bidirectional attention is not supported")
     return read_hf(
         get,
         windows=get.windows(num_layers, window, default=lambda i: None if i % 2 else window),
