@@ -221,7 +221,9 @@ def _add_residual(
     x: jax.Array, out: jax.Array, post_norm: jax.Array | None, config: LayerConfig
 ) -> jax.Array:
     out = norm(out, post_norm, None, config.norm_eps)
-    return x + (out if config.residual_scale == 1.0 else out * config.residual_scale)
+    if config.residual_scale != 1.0:  # not rounded to a narrow dtype before it multiplies
+        out = (out.astype(jnp.float32) * config.residual_scale).astype(out.dtype)
+    return x + out
 
 
 def _activate(x: jax.Array, kind: str) -> jax.Array:
