@@ -1,6 +1,6 @@
 """Write the tables in docs/ that are made from the code; the tests compare them with the files.
 
-scripts/write_docs.py          write docs/options.md, docs/commands.md and docs/api.md
+scripts/write_docs.py          write docs/options.md, docs/commands.md, docs/api.md and docs/models.md
 """
 
 import json
@@ -13,7 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 from typer.main import get_command
 
+from xjax.checkpoints.dequantize import BLOCK_TYPES
 from xjax.config import EngineOptions
+from xjax.models.registry import Entry, supported
 from xjax.request import SamplingParams
 from xjax_server.cli.app import app
 from xjax_server.cli.options import HIDDEN_ENGINE_OPTIONS, SAMPLING_FLAGS, SAMPLING_HELP, flag
@@ -236,7 +238,60 @@ def api_page() -> str:
     return text + "\n" + API_REPLIES + _table(["status", "when"], ([*row] for row in ERRORS.items()))
 
 
-PAGES = {"options.md": options_page, "commands.md": commands_page, "api.md": api_page}
+MODELS_INTRODUCTION = """\
+What `xjax generate`, `chat`, `serve` and `xjax.LLM` run: a folder as Hugging Face lays it out
+(`config.json` and safetensors, in one file or in shards) or a GGUF file. The architecture is the entry of
+`architectures` in `config.json`, and `general.architecture` in a GGUF.
+
+"""
+MODELS_TESTS = """\
+
+Logits: a tiny model of the family with random weights gives the logits of transformers within 1e-4 in
+float32, whole, in chunks, token by token and among other rows; each part of the family switched off moves
+them by over 100 times that; the same weights in a GGUF, laid out as llama.cpp's converter does, give them
+too. A real model's answers are followed token by token along those of transformers.
+
+What a file does not say:
+
+- Windows of every layer (Mistral 7B v0.1, StarCoder2, Qwen 2 with `use_sliding_window`) are not in a GGUF,
+  and Mistral's is one of `llama`: such a file is run with full attention, as llama.cpp does.
+- "longrope" has two lists of factors. One is used for all positions: the long one where the model's context
+  goes beyond the original one, so that no cached key changes its meaning.
+- "dynamic" scaling begins behind the context the model was trained for, where ours ends.
+
+Refused with a line that says so: experts, vision towers' inputs, OLMo 3, and any architecture not listed.
+
+## Tensor types
+
+"""
+_REAL_MODELS = {"llama": "SmolLM2-135M", "gemma3": "Gemma-3-270M"}
+
+
+def _model_row(entry: Entry) -> list[str]:
+    # The modules' own words, on one line, without the family's name in front.
+    text = " ".join((entry.family.__doc__ or "").split("\n\n")[0].split()).partition(": ")[2]
+    names = [", ".join(f"`{name}`" for name in kind) for kind in (entry.hf, entry.gguf)]
+    real = _REAL_MODELS.get(entry.family.__name__.rpartition(".")[2])
+    return [entry.title, *names, text, f"logits, {real}" if real else "logits"]
+
+
+def models_page() -> str:
+    """Text of docs/models.md: every family of the registry, and what its tensors may be stored as."""
+    head = ["family", "`config.json`", "GGUF", "what it is", "tested by"]
+    text = "# Models\n\n" + NOTE + MODELS_INTRODUCTION + _table(head, map(_model_row, supported()))
+    readable = [block for block in BLOCK_TYPES.values() if block.decode is not None]
+    plain = [f"`{block.name}`" for block in readable if block.block_size == 1 and "float" in block.name]
+    packed = [f"`{block.name}`" for block in readable if block.block_size > 1]
+    rows = [["safetensors, GGUF", ", ".join(plain)], ["GGUF", ", ".join(packed)]]
+    return text + MODELS_TESTS + _table(["in", "read"], rows)
+
+
+PAGES = {
+    "options.md": options_page,
+    "commands.md": commands_page,
+    "api.md": api_page,
+    "models.md": models_page,
+}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The tiny models whose reference logits are kept in golden.npz, and how to make their weights.
+"""The tiny Llamas and Gemmas whose logits are kept in golden.npz, and how weights are made for all.
 
 Used by scripts/golden, which runs them through transformers, and by the tests. Weights come from
 numpy's generator seeded by case and tensor name, under the names of Hugging Face checkpoints, so
@@ -49,6 +49,16 @@ class Case:
     def config(self) -> dict[str, Any]:
         """The config.json of the case."""
         return {**(_GEMMA if self.name.startswith("gemma") else _LLAMA), **self.changes}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by its Hugging Face name."""
+        return shapes(self.config)
+
+    @property
+    def norms_count_from_one(self) -> bool:
+        """Whether the family adds one to its norm weights."""
+        return self.name.startswith("gemma")
 
     @property
     def ids(self) -> np.ndarray:
@@ -127,16 +137,14 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def weights(case: Case) -> dict[str, np.ndarray]:
     """Every tensor of a case, float32, by its Hugging Face name."""
-    config = case.config
-    is_gemma = config["model_type"] == "gemma3_text"
-    return {name: _draw(case.name, name, shape, is_gemma) for name, shape in shapes(config).items()}
+    return {name: _draw(case, name, shape) for name, shape in case.shapes.items()}
 
 
-def _draw(case: str, name: str, shape: tuple[int, ...], is_gemma: bool) -> np.ndarray:
-    rng = np.random.default_rng([zlib.crc32(case.encode()), zlib.crc32(name.encode())])
+def _draw(case: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    rng = np.random.default_rng([zlib.crc32(case.name.encode()), zlib.crc32(name.encode())])
     values = rng.standard_normal(shape)
     if name.endswith("norm.weight"):
-        values = 0.4 * values + (0.0 if is_gemma else 1.0)
+        values = 0.4 * values + (0.0 if case.norms_count_from_one else 1.0)
     elif name.endswith(".bias"):
         values = 0.5 * values
     else:

@@ -1,4 +1,4 @@
-"""Both families give the logits of transformers, in any schedule, and every feature counts."""
+"""Llama and Gemma 3 give the logits of transformers, in any schedule, and every feature counts."""
 
 import dataclasses
 import functools
@@ -161,6 +161,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("feature", MUTATIONS)
 def test_switching_a_feature_off_shows(feature):
     name, change = MUTATIONS[feature]

@@ -10,6 +10,7 @@ import pytest
 
 from xjax.kernels.pages import page_dtype
 from xjax.models import gemma3, llama
+from xjax.models.layers import LayerParts
 from xjax.models.rope import Rope
 from xjax.state.batch import BatchShape, Packed, packed_length, unpack
 from xjax.state.kv import abstract_state, allocate, state_bytes
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.device
 
 LLAMA = llama.Config(
     num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=40, vocab_size=31,
-    max_context=64, norm_eps=1e-5, tied=True, rope=Rope(8), qkv_bias=True,
+    max_context=64, norm_eps=1e-5, tied=True, rope=Rope(8), parts=LayerParts(qkv_bias=True),
 )  # fmt: skip
 GEMMA = gemma3.Config(
     num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=40, vocab_size=31,

@@ -1,13 +1,19 @@
 """From architecture strings to families, and configs that are wrong."""
 
+import numpy as np
 import pytest
 
+from tests.golden.families import FAMILY_CASES
 from tests.golden.recipe import CASES
 from xjax.errors import LoadError
-from xjax.models import gemma3, llama
+from xjax.models import gemma2, gemma3, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, starcoder2
 from xjax.models.registry import family_for, load_config, supported
 
 LLAMA, GEMMA = CASES["llama_tied"].config, CASES["gemma_tied"].config
+
+
+def plain(name):
+    return FAMILY_CASES[name].config
 
 
 def test_every_name_finds_its_family():
@@ -47,6 +53,36 @@ def test_nested_rope_parameters():
     assert gemma3.config_from_hf(nested) == gemma3.config_from_hf(flat)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("mistral_window", {}, (9, 9)),
+        ("mistral_window", {"sliding_window": None}, (None, None)),
+        ("mistral_window", {"sliding_window": 4096}, (None, None)),  # as wide as the context
+        ("ministral_mixed", {}, (9, None)),
+        ("qwen2_window", {}, (None, 9)),
+        ("qwen2_window", {"max_window_layers": 0}, (9, 9)),
+        ("qwen2_window", {"use_sliding_window": False}, (None, None)),
+        ("qwen3_tied", {}, (None, None)),
+        ("gemma2_caps", {}, (9, None)),
+        ("phi3_short", {}, (9, 9)),
+        ("phi3_plain", {}, (None, None)),
+        ("starcoder2_window", {}, (9, 9)),
+    ],
+)
+def test_windows(name, changes, windows):
+    config = plain(name) | changes
+    family, read = load_config("hf", config["architectures"][0], config, {})
+    assert read.layer_windows == windows
+    assert tuple(layer.window for layer in family.cache_spec(read)) == windows
+
+
+def test_a_window_as_wide_as_the_context_keeps_the_local_base():
+    config = gemma3.config_from_hf(GEMMA | {"sliding_window": 4096})
+    assert config.layer_windows == (None,) * 7
+    assert config.local_layers == (True,) * 5 + (False, True)
+
+
 BROKEN = [
     (llama, LLAMA, {"hidden_size": None}, "hidden_size is missing"),
     (llama, LLAMA, {"num_hidden_layers": "2"}, "num_hidden_layers"),
@@ -68,6 +104,18 @@ BROKEN = [
     (llama, LLAMA, {"max_position_embeddings": 10**30}, "max_position_embeddings"),
     (gemma3, GEMMA, {"use_bidirectional_attention": True}, "bidirectional"),
     (gemma3, GEMMA, {"attn_logit_softcapping": 50.0}, "soft cap"),
+    (llama, LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    (glm4, plain("glm4_biases"), {"partial_rotary_factor": 1.5}, "above 0 and at most 1"),
+    (glm4, plain("glm4_biases"), {"partial_rotary_factor": "half"}, "above 0 and at most 1"),
+    (mistral, plain("mistral_window"), {"sliding_window": 0}, "sliding_window"),
+    (mistral, plain("mistral_window"), {"layer_types": ["full_attention"]}, "layer_types"),
+    (qwen2, plain("qwen2_window"), {"max_window_layers": -1}, "max_window_layers"),
+    (gemma2, plain("gemma2_caps"), {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+    (gemma2, plain("gemma2_caps"), {"use_bidirectional_attention": True}, "bidirectional"),
+    (granite, plain("granite_biases"), {"logits_scaling": 0}, "logits_scaling"),
+    (starcoder2, plain("starcoder2_biases"), {"norm_epsilon": 0}, "norm_epsilon"),
+    (phi3, plain("phi3_long"), {"rope_scaling": {"type": "longrope"}}, "long_factor must be a list of 8"),
+    (phi3, plain("phi3_long"), {"partial_rotary_factor": 0.5}, "long_factor must be a list of 4"),
 ]
 
 
@@ -75,4 +123,32 @@ BROKEN = [
 def test_a_wrong_config_is_one_clear_line(family, config, changes, words):
     with pytest.raises(LoadError, match=words) as caught:
         family.config_from_hf(config | changes)
+    assert "\n" not in str(caught.value)
+
+
+GGUF = {
+    "block_count": 2, "embedding_length": 48, "attention.head_count": 3, "feed_forward_length": 80,
+    "context_length": 256, "vocab_size": 47,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "tensors", "words"),
+    [
+        (olmo2, {"attention.sliding_window": 9}, (), "OLMo 3"),
+        (llama, {}, ("rope_factors_long.weight",), "long rotary factors"),
+        (llama, {"rope.dimension_count": 8}, (), "rope.dimension_count must be the head size, 16"),
+        (llama, {"expert_count": 8}, (), "experts are not supported"),
+        (phi3, {"rope.scaling.original_context_length": 64}, (), "rope_factors_long.weight is missing"),
+        (qwen3, {"block_count": None}, (), "qwen3.block_count is missing"),
+        (granite, {"logit_scale": 0.0}, (), "granite.logit_scale must be a number above 0"),
+        (glm4, {"rope.scaling.type": "longrope"}, (), "type 'longrope' is not supported"),
+    ],
+)
+def test_wrong_metadata_is_one_clear_line(family, changes, tensors, words):
+    prefix = family.__name__.rpartition(".")[2]
+    values = {f"{prefix}.{key}": value for key, value in (GGUF | changes).items()}
+    found = {name: np.zeros(8, np.float32) for name in tensors}
+    with pytest.raises(LoadError, match=words) as caught:
+        family.config_from_gguf(values, found)
     assert "\n" not in str(caught.value)

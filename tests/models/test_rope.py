@@ -1,5 +1,6 @@
 """Rotary angles: every kind against its definition in float64, near and far positions."""
 
+import dataclasses
 import math
 
 import jax
@@ -15,6 +16,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
 
 
 def test_default_and_linear():
@@ -50,10 +52,16 @@ def test_factors_divide():
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"rope_type": "yarn", "factor": 2}, "yarn"),
+        ({"rope_type": "spiral", "factor": 2}, "spiral"),
+        ({"rope_type": "yarn"}, "factor"),
+        ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "truncate": False},
+            "truncated",
+        ),
+        (LONG | {"original_max_position_embeddings": 4}, "short_factor must be a list of 4 numbers"),
         ({"rope_type": "linear"}, "factor"),
         ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial"),
         ({"rope_type": "linear", "factor": "big"}, "factor must be a number above 0"),
         ({"rope_type": "linear", "factor": 0}, "factor must be a number above 0"),
         ({"rope_type": "default", "rope_theta": [1]}, "rope_theta must be a number above 0"),
@@ -75,8 +83,48 @@ def test_gguf_metadata():
     assert read(**{"scaling.type": "linear", "scaling.factor": 8.0}) == Rope(8, 10.0, "linear", 8.0)
     with pytest.raises(LoadError, match=r"a\.rope\.scaling\.factor is missing"):
         read(**{"scaling.type": "linear"})
-    with pytest.raises(LoadError, match="type 'yarn' is not supported"):
-        read(**{"scaling.type": "yarn", "scaling.factor": 8.0})
+    with pytest.raises(LoadError, match="type 'longrope' is not supported"):
+        read(**{"scaling.type": "longrope", "scaling.factor": 8.0})
+
+
+def test_gguf_yarn():
+    def read(**scaling):
+        values = {f"a.rope.scaling.{key}": value for key, value in scaling.items()}
+        values |= {"a.context_length": 4096, "a.rope.scaling.type": "yarn", "a.rope.scaling.factor": 4.0}
+        return rope_from_gguf(Settings(values, "GGUF metadata", "a."), dim=8, theta=10.0)
+
+    mscale = 1 + 0.1 * math.log(4)
+    plain = Rope(8, 10.0, "yarn", 4.0, 1.0, 32.0, 4096, scale=mscale)
+    assert read() == plain
+    wanted = dataclasses.replace(plain, original_context=512, low=2.0, high=16.0)
+    assert read(original_context_length=512, yarn_beta_slow=2.0, yarn_beta_fast=16.0) == wanted
+    assert read(attn_factor=0.5).scale == pytest.approx(mscale / 2)
+    assert read(yarn_attn_factor=1.25).scale == 1.25
+    assert read(yarn_log_multiplier=1.0).scale == 1.0
+    assert read(yarn_log_multiplier=0.0) == plain
+
+
+def test_long_factors_by_the_context():
+    short = rope_from_hf(LONG, dim=4, theta=10.0, context=64, original=64)
+    assert short == Rope(4, 10.0, "factors", factors=(1.0, 2.0))
+    long = rope_from_hf(LONG, dim=4, theta=10.0, context=256, original=64)
+    assert long.factors == (4.0, 8.0)
+    assert long.scale == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
+    given = LONG | {"attention_factor": 1.5, "type": "su"}
+    assert rope_from_hf(given, dim=4, theta=10.0, context=256, original=64).scale == 1.5
+
+
+def test_yarn_by_the_paper():
+    """Fast pairs stay, slow ones are divided, between them the share falls with the pair's index."""
+    given = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    rope = rope_from_hf(given, dim=64, theta=10000.0)
+    plain = inverse_frequencies(Rope(64, 10000.0))
+    share, turns = inverse_frequencies(rope) / plain, 4096 * plain / (2 * math.pi)
+    np.testing.assert_allclose(share[turns > 32 * 1.4], 1.0)
+    np.testing.assert_allclose(share[turns < 1 / 1.4], 1 / 8)
+    between = np.diff(share[(turns < 32 / 1.4) & (turns > 1.4)])
+    assert len(between) > 5
+    np.testing.assert_allclose(between, between[0])
 
 
 @pytest.mark.device

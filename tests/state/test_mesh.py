@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from xjax.models import llama
+from xjax.models.layers import LayerParts
 from xjax.models.rope import Rope
 from xjax.state.mesh import ParamSpec, make_mesh, page_sharding, partition
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.device
 
 CONFIG = llama.Config(
     num_layers=2, embed_dim=16, num_heads=8, num_kv_heads=4, head_dim=4, ffn_dim=24, vocab_size=32,
-    max_context=64, norm_eps=1e-5, tied=True, rope=Rope(4), qkv_bias=True,
+    max_context=64, norm_eps=1e-5, tied=True, rope=Rope(4), parts=LayerParts(qkv_bias=True),
 )  # fmt: skip
 
 

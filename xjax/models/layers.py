@@ -28,16 +28,17 @@ from xjax.state.quantized import QuantizedArray, Weight, matmul
 class AttentionParams:
     """Weights of an attention half; U = K * (H / K + 2) * D.
 
-    norm            [E]         float32
+    norm            [E]         float32, or None
     qkv             [U, E]      for each kv head: its query heads, its key, its value
     o               [E, H * D]
     qkv_bias        [U]         or None
     o_bias          [E]         or None
-    q_norm, k_norm  [D]         float32, or None
+    q_norm, k_norm  [D]         float32, or None; of all heads together [H * D] and [K * D]
     post_norm       [E]         float32, or None
+    norm_bias       [E]         float32, or None
     """
 
-    norm: jax.Array
+    norm: jax.Array | None
     qkv: Weight
     o: Weight
     qkv_bias: jax.Array | None = None
@@ -45,26 +46,29 @@ class AttentionParams:
     q_norm: jax.Array | None = None
     k_norm: jax.Array | None = None
     post_norm: jax.Array | None = None
+    norm_bias: jax.Array | None = None
 
 
 @struct.dataclass
 class FeedForwardParams:
     """Weights of a feed-forward half.
 
-    norm           [E]        float32
-    gate_up        [2 * F, E] the gate's rows, then the other's
+    norm           [E]        float32, or None
+    gate_up        [2 * F, E] the gate's rows, then the other's; [F, E] where nothing is gated
     down           [E, F]
     gate_up_bias   [2 * F]    or None
     down_bias      [E]        or None
     post_norm      [E]        float32, or None
+    norm_bias      [E]        float32, or None
     """
 
-    norm: jax.Array
+    norm: jax.Array | None
     gate_up: Weight
     down: Weight
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
     post_norm: jax.Array | None = None
+    norm_bias: jax.Array | None = None
 
 
 @struct.dataclass
@@ -79,25 +83,49 @@ class LayerParams:
 class Params:
     """A whole decoder.
 
-    embed    [V, E]
-    layers   LayerParams, one a layer
-    norm     [E]      float32
-    head     [V, E]   or None: the embedding is used (tied)
+    embed       [V, E]
+    layers      LayerParams, one a layer
+    norm        [E]      float32
+    head        [V, E]   or None: the embedding is used (tied)
+    norm_bias   [E]      float32, or None
     """
 
     embed: Weight
     layers: tuple[LayerParams, ...]
     norm: jax.Array
     head: Weight | None = None
+    norm_bias: jax.Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """Which optional parts a layer has.
+
+    norm         "rms", or "layer": subtracts the mean and has a bias
+    qk_norm      norms of queries and keys: None, by "head", or of all heads as a "whole"
+    pre_norms    norms in front of both halves
+    post_norms   norms behind both halves, before their results are added
+    is_gated     a gate beside the feed-forward's first product
+    """
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    norm: str = "rms"
+    qk_norm: str | None = None
+    pre_norms: bool = True
+    post_norms: bool = False
+    is_gated: bool = True
 
 
 @dataclass(frozen=True)
 class LayerConfig:
     """What the body of a layer must know; layers with equal ones share one trace.
 
-    scale       of the scores, before the soft cap
-    window      tokens a token looks back on, itself counted; None for all
-    activation  "silu" or "gelu_tanh"
+    scale            of the scores, before the soft cap
+    window           tokens a token looks back on, itself counted; None for all
+    activation       "silu", "gelu_tanh" or "gelu"
+    residual_scale   what each half is multiplied by before it is added
     """
 
     num_heads: int
@@ -108,6 +136,8 @@ class LayerConfig:
     activation: str
     window: int | None = None
     soft_cap: float | None = None
+    residual_scale: float = 1.0
+    parts: LayerParts = LayerParts()
 
 
 @struct.dataclass
@@ -157,17 +187,50 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (scaled * weight.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
 
 
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Subtract the mean of the last axis, divide by its deviation, multiply and add, in float32.
+
+    x              [..., E]  any floating dtype
+    weight, bias   [E]       float32
+    returns        [..., E]  dtype of x
+    """
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    last = (1,) * (x.ndim - 1) + weight.shape
+    return (scaled * weight.reshape(last) + bias.reshape(last)).astype(x.dtype)
+
+
+def norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
+    """Apply the norm that a weight and a bias belong to: none, RMS, or layer norm.
+
+    x              [..., E]  any floating dtype
+    weight, bias   [E]       float32, or None
+    returns        [..., E]  dtype of x
+    """
+    if weight is None:
+        return x
+    return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
+
+
 def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x if bias is None else x + bias[None, :]
 
 
-def _add_residual(x: jax.Array, out: jax.Array, post_norm: jax.Array | None, eps: float) -> jax.Array:
-    return x + (out if post_norm is None else rms_norm(out, post_norm, eps))
+def _add_residual(
+    x: jax.Array, out: jax.Array, post_norm: jax.Array | None, config: LayerConfig
+) -> jax.Array:
+    out = norm(out, post_norm, None, config.norm_eps)
+    if config.residual_scale != 1.0:  # not rounded to a narrow dtype before it multiplies
+        out = (out.astype(jnp.float32) * config.residual_scale).astype(out.dtype)
+    return x + out
 
 
 def _activate(x: jax.Array, kind: str) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (jax.nn.silu(wide) if kind == "silu" else jax.nn.gelu(wide, approximate=True)).astype(x.dtype)
+    if kind == "silu":
+        return jax.nn.silu(wide).astype(x.dtype)
+    return jax.nn.gelu(wide, approximate=kind == "gelu_tanh").astype(x.dtype)
 
 
 def attention_half(
@@ -189,13 +252,15 @@ def attention_half(
     """
     num_kv, head_dim = config.num_kv_heads, config.head_dim
     group = config.num_heads // num_kv
-    normed = rms_norm(x, params.norm, config.norm_eps)
+    normed = norm(x, params.norm, params.norm_bias, config.norm_eps)
     qkv = _add_bias(matmul(normed, params.qkv, backend=paging.backend), params.qkv_bias)
     qkv = qkv.reshape(x.shape[0], num_kv, group + 2, head_dim)
     q = qkv[:, :, :group].reshape(x.shape[0], config.num_heads, head_dim)
     k, v = qkv[:, :, group], qkv[:, :, group + 1]
     if params.q_norm is not None and params.k_norm is not None:
-        q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
+        q, k = (
+            _norm_heads(part, weight, config) for part, weight in ((q, params.q_norm), (k, params.k_norm))
+        )
     q, k = rotate(q, *rope), rotate(k, *rope)
     kv = LayerKV(*pages.write(kv.k, kv.v, k, v, paging.write, backend=paging.backend))
     if wanted is not None:
@@ -206,23 +271,33 @@ def attention_half(
         soft_cap=config.soft_cap, backend=paging.backend,
     )  # fmt: skip
     out = _add_bias(matmul(out.reshape(x.shape[0], -1), params.o, backend=paging.backend), params.o_bias)
-    return _add_residual(x, out, params.post_norm, config.norm_eps), kv
+    return _add_residual(x, out, params.post_norm, config), kv
+
+
+def _norm_heads(x: jax.Array, weight: jax.Array, config: LayerConfig) -> jax.Array:
+    """Norm queries or keys [N, H, D], each head or all heads of a token together."""
+    if config.parts.qk_norm == "whole":
+        return rms_norm(x.reshape(x.shape[0], -1), weight, config.norm_eps).reshape(x.shape)
+    return rms_norm(x, weight, config.norm_eps)
 
 
 def feed_forward_half(
     params: FeedForwardParams, x: jax.Array, *, config: LayerConfig, backend: str
 ) -> jax.Array:
-    """Pass each token through the gated network and add the result.
+    """Pass each token through the network and add the result.
 
     x        [N, E]   model dtype
     returns  [N, E]
     """
-    normed = rms_norm(x, params.norm, config.norm_eps)
-    both = _add_bias(matmul(normed, params.gate_up, backend=backend), params.gate_up_bias)
-    half = both.shape[1] // 2
-    inner = _activate(both[:, :half], config.activation) * both[:, half:]
+    normed = norm(x, params.norm, params.norm_bias, config.norm_eps)
+    inner = _add_bias(matmul(normed, params.gate_up, backend=backend), params.gate_up_bias)
+    if config.parts.is_gated:
+        half = inner.shape[1] // 2
+        inner = _activate(inner[:, :half], config.activation) * inner[:, half:]
+    else:
+        inner = _activate(inner, config.activation)
     out = _add_bias(matmul(inner, params.down, backend=backend), params.down_bias)
-    return _add_residual(x, out, params.post_norm, config.norm_eps)
+    return _add_residual(x, out, params.post_norm, config)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -266,64 +341,78 @@ def embed_tokens(embed: Weight, batch: Batch, scale: float | None = None) -> jax
 
 
 def head_logits(
-    params: Params, hidden: jax.Array, *, soft_cap: float | None = None, backend: str = "xla"
+    params: Params,
+    hidden: jax.Array,
+    *,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    backend: str = "xla",
 ) -> jax.Array:
     """Score every word with the head, or with the embedding where that is tied to it.
 
     hidden   [J, E]   model dtype, as `forward` returns it
-    returns  [J, V]   float32
+    returns  [J, V]   float32, times `scale`, then capped
     """
     weight = params.embed if params.head is None else params.head
+    if scale == 1.0 and not isinstance(weight, QuantizedArray):
+        return head.logits(hidden, weight, soft_cap=soft_cap, backend=backend)
     if isinstance(weight, QuantizedArray):
         scores = matmul(hidden.astype(jnp.float32), weight, backend=backend)
-        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-    return head.logits(hidden, weight, soft_cap=soft_cap, backend=backend)
+    else:
+        scores = head.logits(hidden, weight, backend=backend)
+    scores = scores if scale == 1.0 else scores * scale
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def layer_specs(
-    config: LayerConfig,
-    embed_dim: int,
-    ffn_dim: int,
-    *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    post_norms: bool = False,
-) -> LayerParams:
+def layer_specs(config: LayerConfig, embed_dim: int, ffn_dim: int) -> LayerParams:
     """Describe the parameters of a layer with ParamSpecs."""
-    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    fused = (heads + 2 * kv_heads) * dim
-    norm = _factor(embed_dim)
+    heads, kv_heads, dim, parts = config.num_heads, config.num_kv_heads, config.head_dim, config.parts
+    fused, inner = (heads + 2 * kv_heads) * dim, (2 if parts.is_gated else 1) * ffn_dim
+    is_whole = parts.qk_norm == "whole"
+    sizes = (heads * dim, kv_heads * dim) if is_whole else (dim, dim)
+    q_norm, k_norm = (_factor(size) if parts.qk_norm else None for size in sizes)
+    pre_norm = _factor(embed_dim) if parts.pre_norms else None
+    post_norm = _factor(embed_dim) if parts.post_norms else None
+    norm_bias = _zeros(embed_dim) if parts.norm == "layer" else None
     return LayerParams(
         AttentionParams(
-            norm=norm,
+            norm=pre_norm,
             qkv=_spec((fused, embed_dim), ("kv_heads", "embed"), units=kv_heads),
             o=_spec((embed_dim, heads * dim), ("embed", "kv_heads"), units=kv_heads),
-            qkv_bias=_spec((fused,), ("kv_heads",), units=kv_heads, draw="zeros") if qkv_bias else None,
-            o_bias=_spec((embed_dim,), ("embed",), draw="zeros") if o_bias else None,
-            q_norm=_factor(dim) if qk_norm else None,
-            k_norm=_factor(dim) if qk_norm else None,
-            post_norm=norm if post_norms else None,
+            qkv_bias=_bias(fused, "kv_heads", kv_heads) if parts.qkv_bias else None,
+            o_bias=_bias(embed_dim, "embed") if parts.o_bias else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            post_norm=post_norm,
+            norm_bias=norm_bias,
         ),
         FeedForwardParams(
-            norm=norm,
-            gate_up=_spec((2 * ffn_dim, embed_dim), ("ffn", "embed"), units=ffn_dim),
+            norm=pre_norm,
+            gate_up=_spec((inner, embed_dim), ("ffn", "embed"), units=ffn_dim),
             down=_spec((embed_dim, ffn_dim), ("embed", "ffn")),
-            gate_up_bias=_spec((2 * ffn_dim,), ("ffn",), units=ffn_dim, draw="zeros") if mlp_bias else None,
-            down_bias=_spec((embed_dim,), ("embed",), draw="zeros") if mlp_bias else None,
-            post_norm=norm if post_norms else None,
+            gate_up_bias=_bias(inner, "ffn", ffn_dim) if parts.mlp_bias else None,
+            down_bias=_bias(embed_dim, "embed") if parts.mlp_bias else None,
+            post_norm=post_norm,
+            norm_bias=norm_bias,
         ),
     )
 
 
-def decoder_specs(layers: tuple[LayerParams, ...], vocab_size: int, embed_dim: int, *, tied: bool) -> Params:
+def decoder_specs(
+    layers: tuple[LayerParams, ...],
+    vocab_size: int,
+    embed_dim: int,
+    *,
+    tied: bool,
+    has_norm_bias: bool = False,
+) -> Params:
     """Describe the parameters of a whole decoder with ParamSpecs."""
     return Params(
         embed=_spec((vocab_size, embed_dim), ("vocab", "embed"), draw="embedding"),
         layers=layers,
         norm=_factor(embed_dim),
         head=None if tied else _spec((vocab_size, embed_dim), ("vocab", "embed")),
+        norm_bias=_zeros(embed_dim) if has_norm_bias else None,
     )
 
 
@@ -334,3 +423,11 @@ def _spec(*args: Any, **fields: Any) -> Any:
 
 def _factor(size: int) -> Any:
     return _spec((size,), (None,), draw="ones", dtype="float32")
+
+
+def _zeros(size: int) -> Any:
+    return _spec((size,), (None,), draw="zeros", dtype="float32")
+
+
+def _bias(size: int, axis: str, units: int = 0) -> Any:
+    return _spec((size,), (axis,), units=units, draw="zeros")

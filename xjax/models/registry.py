@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 
 from xjax.config import CacheSpec
 from xjax.errors import LoadError
-from xjax.models import gemma3, llama
+from xjax.models import gemma2, gemma3, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, starcoder2
 from xjax.models.layers import Params
+from xjax.models.naming import Naming
 from xjax.state.batch import Batch
 from xjax.state.kv import EngineState
 
@@ -23,10 +24,7 @@ from xjax.state.kv import EngineState
 class Family(Protocol):
     """What a model module offers; `config` is its own frozen Config."""
 
-    HF_NAMES: Mapping[str, str]
-    GGUF_NAMES: Mapping[str, str]
-    HF_NORM_OFFSET: float
-    GGUF_PAIRED_ROPE: bool
+    NAMING: Naming
 
     def config_from_hf(self, values: Mapping[str, Any]) -> Any:
         """Read a config.json."""
@@ -90,8 +88,17 @@ class Entry:
 
 
 _FAMILIES = (
-    Entry("Llama 2, Llama 3, SmolLM2", llama, ("LlamaForCausalLM",), ("llama",)),
+    Entry("Llama 2, Llama 3, SmolLM2, Yi", llama, ("LlamaForCausalLM",), ("llama",)),
+    Entry("Mistral, Ministral", mistral, ("MistralForCausalLM", "MinistralForCausalLM"), ()),
+    Entry("Qwen 2, Qwen 2.5", qwen2, ("Qwen2ForCausalLM",), ("qwen2",)),
+    Entry("Qwen 3", qwen3, ("Qwen3ForCausalLM",), ("qwen3",)),
+    Entry("Gemma 2", gemma2, ("Gemma2ForCausalLM",), ("gemma2",)),
     Entry("Gemma 3 (text)", gemma3, ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3",)),
+    Entry("Phi-3, Phi-4-mini", phi3, ("Phi3ForCausalLM",), ("phi3",)),
+    Entry("GLM-4-0414", glm4, ("Glm4ForCausalLM",), ("glm4",)),
+    Entry("Granite 3", granite, ("GraniteForCausalLM",), ("granite",)),
+    Entry("OLMo 2", olmo2, ("Olmo2ForCausalLM",), ("olmo2",)),
+    Entry("StarCoder2", starcoder2, ("Starcoder2ForCausalLM",), ("starcoder2",)),
 )
 
 

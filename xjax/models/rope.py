@@ -21,13 +21,14 @@ from xjax.models.settings import Settings
 class Rope:
     """Rotary settings of a layer kind.
 
-    dim               rotated dimensions of a head
+    dim               rotated dimensions of a head, the first ones
     theta             base of the geometric series
-    kind              "default", "linear", "llama3" or "factors"
+    kind              "default", "linear", "llama3", "yarn" or "factors"
     factor            of the scaling; positions shrink by it
-    low, high         llama3: turns within the original context between which scaling fades in
-    original_context  llama3: tokens that the model was trained on before scaling
+    low, high         llama3, yarn: turns within the original context between which scaling fades in
+    original_context  llama3, yarn: tokens that the model was trained on before scaling
     factors           [dim / 2] divisors of the frequencies, given by the file itself
+    scale             what cosine and sine are multiplied by, so that scores stay as sharp as they were
     """
 
     dim: int
@@ -38,10 +39,21 @@ class Rope:
     high: float = 4.0
     original_context: int = 8192
     factors: tuple[float, ...] = ()
+    scale: float = 1.0
 
 
-def rope_from_hf(settings: Mapping[str, Any] | None, *, dim: int, theta: float) -> Rope:
+def rope_from_hf(
+    settings: Mapping[str, Any] | None,
+    *,
+    dim: int,
+    theta: float,
+    context: int = 0,
+    original: int | None = None,
+) -> Rope:
     """Read a `rope_scaling` or `rope_parameters` mapping; its own rope_theta wins over `theta`.
+
+    context    tokens that the model is said to take, of which "longrope" and "yarn" make use
+    original   tokens before scaling, where the file says it outside of the mapping
 
     "dynamic" scaling starts only behind the context the model was trained for, which is where
     `max_context` ends, so it is the default kind here. Raises LoadError for kinds we do not have.
@@ -49,8 +61,6 @@ def rope_from_hf(settings: Mapping[str, Any] | None, *, dim: int, theta: float) 
     get = Settings(settings or {}, "config.json, rope scaling")
     kind = get.values.get("rope_type", get.values.get("type", "default"))
     theta = get.number("rope_theta", theta)
-    if get.number("partial_rotary_factor", 1.0) != 1.0:
-        raise LoadError("config.json: partial rotary embedding (partial_rotary_factor) is not supported")
     if kind in ("default", "dynamic", None):
         return Rope(dim, theta)
     if kind == "linear":
@@ -59,10 +69,65 @@ def rope_from_hf(settings: Mapping[str, Any] | None, *, dim: int, theta: float) 
         low, high = get.number("low_freq_factor"), get.number("high_freq_factor")
         if low >= high:
             raise LoadError(f"config.json: low_freq_factor {low:g} must be below high_freq_factor {high:g}")
-        original = int(get.number("original_max_position_embeddings"))
-        return Rope(dim, theta, "llama3", get.number("factor"), low, high, original)
-    known = "default, dynamic, linear, llama3"
+        return Rope(dim, theta, "llama3", get.number("factor"), low, high, _original(get, original))
+    if kind == "yarn":
+        return _yarn_from_hf(get, dim, theta, original or context)
+    if kind in ("longrope", "su"):
+        return _long_from_hf(get, dim, theta, context, _original(get, original))
+    known = "default, dynamic, linear, llama3, longrope, yarn"
     raise LoadError(f"config.json: rope scaling of type {kind!r} is not supported; known: {known}")
+
+
+def _original(get: Settings, default: int | None) -> int:
+    return int(get.number("original_max_position_embeddings", default))
+
+
+def _mscale(factor: float, weight: float = 1.0) -> float:
+    """What YaRN multiplies cosine and sine by (arXiv 2309.00071, eq. 22, split over both)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_from_hf(get: Settings, dim: int, theta: float, original: int) -> Rope:
+    factor, scale = get.number("factor"), get.optional_number("attention_factor")
+    mscale, all_dim = get.optional_number("mscale"), get.optional_number("mscale_all_dim")
+    if scale is None:
+        scale = _mscale(factor)
+        if mscale is not None and all_dim is not None:
+            scale = _mscale(factor, mscale) / _mscale(factor, all_dim)
+    low, high = get.number("beta_slow", 1.0), get.number("beta_fast", 32.0)
+    original = _original(get, original)
+    if not get.flag("truncate", True):
+        raise LoadError("config.json: yarn without truncated bounds is not supported")
+    return Rope(dim, theta, "yarn", factor, low, high, original, scale=scale)
+
+
+def _long_from_hf(get: Settings, dim: int, theta: float, context: int, original: int) -> Rope:
+    """One list of factors for all positions: the long one where the context is beyond the original."""
+    factor = get.optional_number("factor") or context / original
+    scale = get.optional_number("attention_factor")
+    if scale is None:
+        scale = long_scale(factor, original)
+    key = "long_factor" if context > original else "short_factor"
+    return Rope(
+        dim,
+        theta,
+        "factors",
+        factors=read_factors(get.values.get(key), dim, f"config.json: {key}"),
+        scale=scale,
+    )
+
+
+def long_scale(factor: float, original: int) -> float:
+    """What "longrope" multiplies cosine and sine by for a context that grew by a factor."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def read_factors(values: Any, dim: int, name: str) -> tuple[float, ...]:
+    """The divisors of the frequencies from a list; LoadError when it is none of dim / 2 positive numbers."""
+    is_list = isinstance(values, list | tuple) and len(values) == dim // 2
+    if not is_list or not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for x in values):
+        raise LoadError(f"{name} must be a list of {dim // 2} numbers above 0")
+    return tuple(float(x) for x in values)
 
 
 def rope_from_gguf(get: Settings, *, dim: int, theta: float) -> Rope:
@@ -73,9 +138,26 @@ def rope_from_gguf(get: Settings, *, dim: int, theta: float) -> Rope:
     )
     if kind == "linear":
         return Rope(dim, theta, "linear", get.number("rope.scaling.factor"))
+    if kind == "yarn":
+        return _yarn_from_gguf(get, dim, theta)
     if kind != "none":
-        raise LoadError(f"{get.source}: rope scaling of type {kind!r} is not supported; known: none, linear")
+        known = "none, linear, yarn"
+        raise LoadError(f"{get.source}: rope scaling of type {kind!r} is not supported; known: {known}")
     return Rope(dim, theta)
+
+
+def _yarn_from_gguf(get: Settings, dim: int, theta: float) -> Rope:
+    factor = get.number("rope.scaling.factor")
+    low = get.number("rope.scaling.yarn_beta_slow", 1.0)
+    high = get.number("rope.scaling.yarn_beta_fast", 32.0)
+    original = get.integer("rope.scaling.original_context_length", get.integer("context_length"))
+    # The converter writes what a config.json calls attention_factor, which is the whole scale.
+    scale = get.optional_number("rope.scaling.yarn_attn_factor")
+    if scale is None:
+        scale = _mscale(factor) * get.number("rope.scaling.attn_factor", 1.0)
+        if get.values.get(f"{get.prefix}rope.scaling.yarn_log_multiplier"):
+            scale /= _mscale(factor, get.number("rope.scaling.yarn_log_multiplier"))
+    return Rope(dim, theta, "yarn", factor, low, high, original, scale=scale)
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
@@ -89,7 +171,21 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
         turns = rope.original_context * plain / (2 * math.pi)
         blend = np.clip((turns - rope.low) / (rope.high - rope.low), 0.0, 1.0)
         return plain * (blend + (1.0 - blend) / rope.factor)
+    if rope.kind == "yarn":
+        return plain * _yarn_blend(rope)
     return plain
+
+
+def _yarn_blend(rope: Rope) -> np.ndarray:
+    """Share of each frequency that scaling leaves, [dim / 2] (arXiv 2309.00071, section 3.2)."""
+
+    def pair(turns: float) -> float:
+        """Index of the pair that makes so many turns within the original context."""
+        return rope.dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = max(math.floor(pair(rope.high)), 0), min(math.ceil(pair(rope.low)), rope.dim - 1)
+    ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low if high > low else 0.001), 0.0, 1.0)
+    return (1.0 - ramp) + ramp / rope.factor
 
 
 def angles(rope: Rope, position: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -107,17 +203,20 @@ def angles(rope: Rope, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     # A loop, since XLA does not fuse its results into what reads them: with a barrier alone, which its
     # CPU compiler drops, every layer computes them again for every head.
     cos, sin = jax.lax.map(wave, jnp.array([False, True]))
-    return cos, sin
+    return (cos, sin) if rope.scale == 1.0 else (cos * rope.scale, sin * rope.scale)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn each pair of a head by its token's angle, in float32.
+    """Turn each pair of a head by its token's angle, in float32; dimensions behind the pairs stay.
 
     x         [N, H, D]     any floating dtype
-    cos, sin  [N, D / 2]    float32
+    cos, sin  [N, d / 2]    float32; d <= D rotated dimensions
     returns   [N, H, D]     dtype of x
     """
-    half = x.shape[-1] // 2
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    half = cos.shape[-1]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :].astype(jnp.float32))
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

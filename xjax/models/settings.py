@@ -1,6 +1,6 @@
 """Reading a model's settings out of config.json or GGUF metadata, with errors that name the key."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from xjax.errors import LoadError
@@ -9,7 +9,10 @@ from xjax.errors import LoadError
 _MAX_COUNT = 1 << 24
 _MAX_LAYERS = 4096
 _MAX_NUMBER = 3.4e38  # of float32
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh", "gelu": "gelu",
+}  # fmt: skip
 
 
 class Settings:
@@ -62,6 +65,20 @@ class Settings:
         if value is not None and not isinstance(value, Mapping):
             raise LoadError(f"{self.source}: {self.prefix}{key} must be an object, not {_short(value)}")
         return value
+
+    def windows(
+        self, num_layers: int, window: int | None, *, default: Callable[[int], int | None]
+    ) -> tuple[int | None, ...]:
+        """Read which layers have the window, from `layer_types` or, without it, by a family's rule."""
+        kinds = self.values.get(self.prefix + "layer_types")
+        if kinds is None:
+            return tuple(default(i) for i in range(num_layers))
+        known = ("sliding_attention", "full_attention")
+        is_list = isinstance(kinds, list) and len(kinds) == num_layers
+        if not is_list or not all(kind in known for kind in kinds):
+            text = " or ".join(known)
+            raise LoadError(f"{self.source}: layer_types must name {text} {num_layers} times")
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
     def activation(self, *keys: str, default: str) -> str:
         """Read the feed-forward activation from the first key that is there."""

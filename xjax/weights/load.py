@@ -86,7 +86,7 @@ class _Reader:
     def __init__(self, checkpoint: Checkpoint, family: Family, config: Any) -> None:
         self.checkpoint, self.family, self.config = checkpoint, family, config
         self.is_gguf = checkpoint.kind == "gguf"
-        changes = family.GGUF_NAMES if self.is_gguf else family.HF_NAMES
+        changes = family.NAMING.gguf if self.is_gguf else family.NAMING.hf
         self.names: Names = names_for(checkpoint.kind, changes)
         self.views = {
             short: view for name, view in checkpoint.tensors.items() if (short := text_name(name)) is not None
@@ -99,7 +99,7 @@ class _Reader:
         field = ".".join(part.name for part in (path if layer_id is None else path[2:]))
         names = self.names.of(field, layer_id)
         views = tuple(self._find(name) for name in names)
-        shapes, fuse = self._recipe(field, spec)
+        shapes, fuse = self._recipe(field, spec, len(names))
         for view, shape in zip(views, shapes, strict=True):
             if view.shape != shape:
                 expected = f"must have shape {shape}, found {view.shape}"
@@ -112,17 +112,24 @@ class _Reader:
         self.used.add(name)
         return self.views[name]
 
-    def _recipe(self, field: str, spec: ParamSpec) -> tuple[list[tuple[int, ...]], Callable[..., None]]:
+    def _recipe(
+        self, field: str, spec: ParamSpec, num_tensors: int
+    ) -> tuple[list[tuple[int, ...]], Callable[..., None]]:
         """Shapes of the tensors of a field and the function that puts them together."""
-        rest = spec.shape[1:]
+        rest, naming = spec.shape[1:], self.family.NAMING
         if field in ("attention.qkv", "attention.qkv_bias"):
             heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-            is_paired = self.is_gguf and self.family.GGUF_PAIRED_ROPE
+            pairs = self.config.rope.dim if (naming.gguf_pairs if self.is_gguf else naming.hf_pairs) else 0
             shapes = [(count * dim, *rest) for count in (heads, kv_heads, kv_heads)]
-            return shapes, lambda out, parts: fuse_qkv(out, parts, kv_heads, dim, is_paired)
-        if field in ("feed_forward.gate_up", "feed_forward.gate_up_bias"):
+            if num_tensors == 1:
+                ends = (heads * dim, (heads + kv_heads) * dim)
+                return [spec.shape], lambda out, parts: fuse_qkv(
+                    out, np.split(parts[0], ends), kv_heads, dim, pairs
+                )
+            return shapes, lambda out, parts: fuse_qkv(out, parts, kv_heads, dim, pairs)
+        if field in ("feed_forward.gate_up", "feed_forward.gate_up_bias") and num_tensors == 2:
             return [(spec.shape[0] // 2, *rest)] * 2, _stack
-        offset = 0.0 if self.is_gguf or not field.endswith("norm") else self.family.HF_NORM_OFFSET
+        offset = 0.0 if self.is_gguf or not field.endswith("norm") else naming.hf_norm_offset
         return [spec.shape], _stack if not offset else lambda out, parts: _shift(out, parts, offset)
 
     def check_all_used(self, *, tied: bool) -> None:
@@ -137,27 +144,22 @@ class _Reader:
             )
 
 
-def fuse_qkv(
-    out: np.ndarray, parts: list[np.ndarray], num_kv_heads: int, head_dim: int, is_paired: bool
-) -> None:
+def fuse_qkv(out: np.ndarray, parts: list[np.ndarray], num_kv_heads: int, head_dim: int, pairs: int) -> None:
     """Lay q, k and v by kv head: for each its query heads, its key, its value.
 
     out     [K * (H / K + 2) * D, ...]   written
     parts   q [H * D, ...], k [K * D, ...], v [K * D, ...]
-
-    `is_paired`: rows of q and k alternate between the halves of a head, as GGUF writers lay them for
-    rotation of neighbours.
+    pairs   rotated dimensions of a head whose rows alternate between both halves in q and k, as for
+            rotation of neighbours; 0: none do
     """
     rest = out.shape[1:]
     fused = out.reshape(num_kv_heads, -1, head_dim, *rest)
     group = fused.shape[1] - 2
     q, k, v = (part.reshape(num_kv_heads, -1, head_dim, *rest) for part in parts)
-    half = head_dim // 2
+    half = pairs // 2
     for target, source in ((fused[:, :group], q), (fused[:, group:-1], k)):
-        if is_paired:
-            target[:, :, :half], target[:, :, half:] = source[:, :, 0::2], source[:, :, 1::2]
-        else:
-            target[...] = source
+        target[:, :, :half], target[:, :, half:pairs] = source[:, :, 0:pairs:2], source[:, :, 1:pairs:2]
+        target[:, :, pairs:] = source[:, :, pairs:]
     fused[:, -1:] = v
 
 

@@ -1,7 +1,7 @@
 """How checkpoints call what a parameter tree holds.
 
 A field is named by its path in the tree, "embed" or "attention.qkv"; a fused field is made of
-several tensors. A family says where it differs (`HF_NAMES`, `GGUF_NAMES`); names of a layer come
+several tensors. A family says where it differs (`NAMING`); names of a layer come
 without the prefix that counts layers. Nothing is read here.
 """
 
@@ -47,8 +47,8 @@ _GGUF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "feed_forward.down_bias": ("ffn_down.bias",),
     "feed_forward.post_norm": ("post_ffw_norm.weight",),
 }
-# Tensors that say nothing the config does not: tables of angles.
-_REDUNDANT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rope_freqs\.weight)$")
+# Tensors that a family's config was read from, or that say nothing it does not: tables of angles.
+_REDUNDANT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight)$")
 # Parts of a multi-modal checkpoint beside its text model.
 _OTHER_TOWER = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision)\.")
 

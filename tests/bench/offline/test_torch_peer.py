@@ -12,7 +12,7 @@ from xjax_server.bench.offline import torch_peer
 def test_pairs_become_halves_as_in_our_loader():
     q, k = np.arange(2 * 2 * 8 * 3.0).reshape(32, 3), np.arange(2 * 8 * 3.0).reshape(16, 3)
     fused = np.empty((2 * 4 * 8, 3))
-    fuse_qkv(fused, [q, k, k], 2, 8, True)
+    fuse_qkv(fused, [q, k, k], 2, 8, 8)
     by_head = fused.reshape(2, 4, 8, 3)
     np.testing.assert_array_equal(torch_peer._halves(q, 4), by_head[:, :2].reshape(32, 3))
     np.testing.assert_array_equal(torch_peer._halves(k, 2), by_head[:, 2].reshape(16, 3))

@@ -1,0 +1,31 @@
+"""The engine answers as the golden logits say: windows on all layers, on some, layer norms."""
+
+import numpy as np
+import pytest
+
+from tests.golden.checkpoints import write_folder
+from tests.golden.families import FAMILY_CASES
+from tests.golden.test_families import model, rows_of
+from tests.paged import run_alone
+from xjax import LLM, SamplingParams
+
+pytestmark = pytest.mark.device
+
+DRAWN = SamplingParams(temperature=1, seed=3, max_tokens=16, ignore_eos=True, logprobs=1)
+OPTIONS = {"max_num_seqs": 2, "page_size": 4, "prefill_chunk_size": 16, "num_pages": 40, "max_model_len": 64}
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "gemma2_caps", "starcoder2_biases"])
+def test_log_probabilities_are_those_of_the_logits(name, tmp_path):
+    ids = [int(token) for token in FAMILY_CASES[name].ids]
+    prompts = [ids[:29], ids[5:16]]
+    with LLM(write_folder(FAMILY_CASES[name], tmp_path), skip_tokenizer_init=True, **OPTIONS) as llm:
+        outputs = [result.outputs[0] for result in llm.generate(prompts, DRAWN)]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = list(output.token_ids)
+        assert len(answer) == 16 and len(set(answer)) > 3
+        tokens = prompt + answer[:-1]
+        logits = run_alone(rows_of(*model(name)), tokens, [len(tokens)])[len(prompt) - 1 :].astype(np.float64)
+        wanted = logits[np.arange(16), answer] - np.log(np.exp(logits).sum(-1))
+        found = [entry[token].logprob for entry, token in zip(output.logprobs, answer, strict=True)]
+        np.testing.assert_allclose(found, wanted, atol=1e-4)

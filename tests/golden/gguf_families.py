@@ -1,0 +1,122 @@
+"""Write the tiny models of families.py as GGUF files, as llama.cpp's converter lays each family out.
+
+Tensor names come from the gguf package. What the converter does to the values is repeated here: it
+interleaves the halves of q and k for Granite, adds one to Gemma's norms, keeps fused tensors fused,
+and writes long rotary factors as tensors.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.golden.families import FamilyCase
+from tests.golden.recipe import weights
+
+_ARCHITECTURES = {
+    "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3, "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "phi3": gguf.MODEL_ARCH.PHI3, "glm4": gguf.MODEL_ARCH.GLM4, "granite": gguf.MODEL_ARCH.GRANITE,
+    "olmo2": gguf.MODEL_ARCH.OLMO2, "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+}  # fmt: skip
+_PERMUTED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
+
+
+def write_family(case: FamilyCase, path: Path) -> Path:
+    """Write one case, float32."""
+    config, arch = case.config, _ARCHITECTURES[case.family]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _write_metadata(writer, case.family, config)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, values in weights(case).items():
+        if case.norms_count_from_one and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if case.family == "granite" and name.endswith(_PERMUTED):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            values = _interleave(values, heads)
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        writer.add_tensor(target, values)
+    rope = config.get("rope_scaling") or {}
+    if "long_factor" in rope:
+        for kind in ("long", "short"):
+            factors = np.asarray(rope[f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _interleave(values: np.ndarray, num_heads: int) -> np.ndarray:
+    halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _write_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    writer.add_rope_freq_base(rope.get("rope_theta", config["rope_theta"]))
+    if config["rms_norm_eps"] is not None:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "norm_epsilon" in config:
+        writer.add_layer_norm_eps(config["norm_epsilon"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if rope.get("rope_type") == "yarn":
+        _write_yarn(writer, rope)
+    if family in _EXTRAS:
+        _EXTRAS[family](writer, config)
+
+
+def _write_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "attention_factor" in rope:
+        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if "beta_fast" in rope:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
+def _write_gemma2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def _write_phi3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    original = config["original_max_position_embeddings"]
+    writer.add_rope_scaling_orig_ctx_len(original)
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(head_dim * config.get("partial_rotary_factor", 1.0)))
+    writer.add_sliding_window(config.get("sliding_window") or 0)
+    if "rope_scaling" in config:
+        scale = config["max_position_embeddings"] / original
+        factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        writer.add_rope_scaling_attn_factors(factor)
+
+
+def _write_glm4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_rope_dimension_count(config["head_dim"] // 2)
+
+
+def _write_granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+_EXTRAS = {"gemma2": _write_gemma2, "phi3": _write_phi3, "glm4": _write_glm4, "granite": _write_granite}

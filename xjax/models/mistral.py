@@ -1,0 +1,34 @@
+"""Mistral: Llama's layers, with windows on all in the first models, on some in Ministral."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from xjax.models.decoder import (
+    Config,
+    abstract,
+    cache_spec,
+    forward,
+    init,
+    logits,
+    read_hf,
+    shardings,
+    specs,
+)
+from xjax.models.llama import config_from_gguf
+from xjax.models.naming import Naming
+from xjax.models.settings import Settings
+
+__all__ = [
+    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
+    "forward", "init", "logits", "shardings", "specs",
+]  # fmt: skip
+
+NAMING = Naming(gguf_pairs=True)
+
+
+def config_from_hf(values: Mapping[str, Any]) -> Config:
+    """Read a config.json; without `layer_types` a window is every layer's."""
+    get = Settings(values, "config.json")
+    num_layers = get.num_layers("num_hidden_layers")
+    window = get.integer("sliding_window") if get.values.get("sliding_window") is not None else None
+    return read_hf(get, windows=get.windows(num_layers, window, default=lambda i: window))

@@ -1,0 +1,60 @@
+"""Phi-3 and Phi-4-mini: fused projections in the file, long rotary factors, windows, partial rotation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from xjax.errors import LoadError
+from xjax.models.decoder import (
+    Config,
+    abstract,
+    cache_spec,
+    forward,
+    init,
+    logits,
+    read_gguf,
+    read_hf,
+    shardings,
+    specs,
+)
+from xjax.models.naming import Naming
+from xjax.models.rope import Rope, long_scale, read_factors
+from xjax.models.settings import Settings
+
+__all__ = [
+    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
+    "forward", "init", "logits", "shardings", "specs",
+]  # fmt: skip
+
+NAMING = Naming(
+    hf={"attention.qkv": "self_attn.qkv_proj.weight", "feed_forward.gate_up": "mlp.gate_up_proj.weight"},
+    gguf={"attention.qkv": "attn_qkv.weight", "feed_forward.gate_up": "ffn_up.weight"},
+)
+
+
+def config_from_hf(values: Mapping[str, Any]) -> Config:
+    """Read a config.json."""
+    get = Settings(values, "config.json")
+    window = get.integer("sliding_window") if get.values.get("sliding_window") is not None else None
+    num_layers = get.num_layers("num_hidden_layers")
+    windows = get.windows(num_layers, window, default=lambda i: window)
+    return read_hf(get, windows=windows, is_partial=True, norm_eps="rms_norm_eps")
+
+
+def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
+    """Read GGUF metadata; the long factors are tensors."""
+    get = Settings(values, "GGUF metadata", "phi3.")
+    head_dim = get.integer("embedding_length") // get.integer("attention.head_count")
+    dim, theta = get.integer("rope.dimension_count", head_dim), get.number("rope.freq_base", 10000.0)
+    window = get.integer("attention.sliding_window", 0, low=0) or None
+    context = get.integer("context_length")
+    original = get.integer("rope.scaling.original_context_length", context)
+    rope = Rope(dim, theta)
+    name = "rope_factors_long.weight" if context > original else "rope_factors_short.weight"
+    if name in tensors:
+        scale = get.number("rope.scaling.attn_factor", long_scale(context / original, original))
+        factors = read_factors(tensors[name].read().reshape(-1).tolist(), dim, name)
+        rope = Rope(dim, theta, "factors", factors=factors, scale=scale)
+    elif context > original:
+        raise LoadError(f"GGUF metadata: the context was extended, but tensor {name} is missing")
+    windows = (window,) * get.num_layers("block_count")
+    return read_gguf(get, tensors, rope=rope, windows=windows, is_partial=True)
