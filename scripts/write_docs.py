@@ -103,11 +103,12 @@ def commands_page() -> str:
     rows = [[f"`{', '.join(item.opts)}`", item.help] for item in program.params]
     text += _table(["before the command", "meaning"], rows) + "\n"
     for name, command in _commands(program):
-        rows, has_shared = [], False
+        rows, panels = [], set()
         for item in command.params:
             # A command may have a flag of its own under a name that others share.
-            is_shared = getattr(item, "rich_help_panel", None) in ("Sampling", "Engine")
-            has_shared = has_shared or is_shared
+            panel = getattr(item, "rich_help_panel", None)
+            is_shared = panel in ("Sampling", "Engine")
+            panels.add(panel if is_shared else None)
             if not is_shared and not getattr(item, "hidden", False):
                 spelled = (
                     ", ".join(item.opts)
@@ -118,8 +119,9 @@ def commands_page() -> str:
         text += f"## xjax {name}\n\n{(command.help or '').strip()}\n\n"
         if rows:
             text += _table(["argument", "meaning"], rows) + "\n"
-        if has_shared:
-            text += "Sampling and engine flags: [options.md](options.md).\n\n"
+        if "Engine" in panels:
+            kinds = "Sampling and engine flags" if "Sampling" in panels else "Engine flags"
+            text += f"{kinds}: [options.md](options.md).\n\n"
     return text.rstrip("\n") + "\n"
 
 

@@ -86,11 +86,29 @@ def from_pydantic(errors: list[Mapping[str, Any]]) -> RequestError:
     first = errors[0]
     place = cast("tuple[str | int, ...]", first.get("loc", ()))
     path = ".".join(str(part) for part in place if isinstance(part, int) or part.isidentifier())
-    message = str(first.get("msg", "is not valid"))
+    message = _message(str(first.get("type", "")), place, str(first.get("msg", "is not valid")))
     text = f"{path}: {message[:1].lower()}{message[1:]}" if path else message
     if len(errors) > 1:
         text += f" (and {len(errors) - 1} more)"
     return RequestError(text, code="invalid_value", param=path or None)
+
+
+# What a field that takes several forms takes, by the form that pydantic chose to complain about.
+_FORMS = {
+    "=parts": "must be text or a list of parts",
+    "=text": "must be text, token ids, or a list of either",
+    "=texts": "must be text or a list of texts",
+}
+
+
+def _message(kind: str, place: tuple[str | int, ...], message: str) -> str:
+    """A complaint in the words of who wrote the request."""
+    if kind == "too_short":
+        return "must not be empty"
+    form = place[-1] if place else ""
+    if kind in ("list_type", "string_type") and isinstance(form, str):
+        return _FORMS.get(form, message)
+    return message
 
 
 def _row(error: BaseException) -> tuple[int, str, str | None]:

@@ -36,7 +36,7 @@ class Limits:
     text_queue        texts that may wait for them
     """
 
-    max_body: int = 32 << 20
+    max_body: int = 8 << 20
     max_bodies: int = 256 << 20
     body_timeout: float = 60.0
     request_timeout: float | None = None

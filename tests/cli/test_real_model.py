@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -73,10 +75,40 @@ def test_results_of_a_file(environment, tmp_path):
     assert found[3]["outputs"][0]["stop_reason"] == " dance"
 
 
+def readme_program(word):
+    """The one Python program of the README that imports `word`."""
+    blocks = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    (program,) = [text for text in (block.split("```")[0] for block in blocks) if f"import {word}" in text]
+    return program
+
+
 def test_python_of_the_readme(environment, tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
     program = tmp_path / "readme.py"
-    program.write_text(SMALL_LLM + text.split("```python\n")[1].split("```")[0])
+    program.write_text(SMALL_LLM + readme_program("xjax"))
     result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) > 2
+
+
+def test_script_of_the_readme_against_its_server(environment, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = tmp_path / "client.py"
+    script.write_text(readme_program("openai").replace(":8000/", f":{port}/"))
+    sizes = FLAGS[2:]  # a server has no flags for sampling
+    with subprocess.Popen(
+        [*PROGRAM, "serve", "--port", str(port), *sizes], stderr=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stderr is not None
+        lines = iter(server.stderr.readline, "")
+        started = next((line for line in lines if "serving" in line), None)
+        assert started is not None
+        threading.Thread(target=lambda: list(lines), daemon=True).start()
+        result = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, env=environment
+        )
+        server.terminate()
+        assert server.wait(60) == 0
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) > 2

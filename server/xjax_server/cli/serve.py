@@ -73,7 +73,7 @@ _QueueTimeout = Annotated[
     ),
 ]
 _MaxBody = Annotated[
-    int | None, typer.Option("--max-body", help="largest body in bytes; default: 32 MiB", min=1)
+    int | None, typer.Option("--max-body", help="largest body in bytes; default: 8 MiB", min=1)
 ]
 _Cors = Annotated[
     list[str] | None,
@@ -269,7 +269,7 @@ def _serve(
     short: Annotated[str | None, typer.Option("--m", hidden=True)] = None,
     folder: Annotated[str | None, typer.Option("--w", hidden=True)] = None,
     file: Annotated[str | None, typer.Option("--f", hidden=True)] = None,
-    server: Annotated[bool, typer.Option("--server", hidden=True)] = False,
+    server: Annotated[bool, typer.Option("--server", hidden=True, metavar="")] = False,
     flags: Flags,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does.
