@@ -22,7 +22,7 @@ def test_hostile_requests_leave_nothing_and_disturb_nobody():
         assert len(tally.kinds) == len(KINDS)
         assert {200, 400, 404, 413, 415, 431} <= set(tally.statuses)
         assert witness.content == "hi" * 150
-        assert witness.longest_gap < 1.0
+        assert witness.longest_gap < 10.0  # a stream that stands still; pace is for scripts/soak
         until(lambda: server.backend.num_live == 0 and not server.service.active)
         until(lambda: not server.lifecycle._server.server_state.connections, 10)
         assert server.metric('xjax_pages_used{group="0"}') == 0
