@@ -115,6 +115,6 @@ def test_ctrl_c_does_not_wait_for_the_compiler():
     child.send_signal(signal.SIGINT)
     said = child.stderr.read()
     assert child.wait(10) == 130
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert b"Traceback" not in said
     child.stderr.close()
