@@ -371,12 +371,7 @@ def _log_start(plan: EnginePlan, defaults: Mapping[str, Any]) -> None:
 def _program_folder(setting: str | None, home: Path) -> Path | None:
     if setting is None or setting == "none":
         return None
-    folder = Path(setting).expanduser()
-    if setting == "auto":
-        folder = home / "programs"
-    if not folder.is_absolute():
-        raise LoadError(f"--compile-cache must be an absolute folder, 'auto' or 'none', not {setting!r}")
-    return folder
+    return home / "programs" if setting == "auto" else Path(setting).expanduser()
 
 
 def _fetch_progress(progress: Progress) -> Callable[[int, int | None, str], None]:

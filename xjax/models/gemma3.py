@@ -22,8 +22,8 @@ from xjax.models.decoder import (
     shardings,
     specs,
 )
+from xjax.models.gemma2 import NAMING
 from xjax.models.layers import LayerParts
-from xjax.models.naming import Naming
 from xjax.models.rope import Rope, rope_from_gguf, rope_from_hf
 from xjax.models.settings import Settings
 
@@ -31,15 +31,6 @@ __all__ = [
     "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
     "forward", "init", "logits", "shardings", "specs",
 ]  # fmt: skip
-
-NAMING = Naming(
-    hf={
-        "attention.post_norm": "post_attention_layernorm.weight",
-        "feed_forward.norm": "pre_feedforward_layernorm.weight",
-        "feed_forward.post_norm": "post_feedforward_layernorm.weight",
-    },
-    hf_norm_offset=1.0,
-)
 
 _LOCAL_THETA = 10000.0  # GGUF files do not hold it
 _WINDOW_PATTERN = 6  # every sixth layer sees everything

@@ -29,6 +29,4 @@ NAMING = Naming(gguf_pairs=True)
 def config_from_hf(values: Mapping[str, Any]) -> Config:
     """Read a config.json; without `layer_types` a window is every layer's."""
     get = Settings(values, "config.json")
-    num_layers = get.num_layers("num_hidden_layers")
-    window = get.integer("sliding_window") if get.values.get("sliding_window") is not None else None
-    return read_hf(get, windows=get.windows(num_layers, window, default=lambda i: window))
+    return read_hf(get, windows=get.windows_of_all(get.num_layers("num_hidden_layers")))

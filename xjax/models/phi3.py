@@ -34,10 +34,8 @@ NAMING = Naming(
 def config_from_hf(values: Mapping[str, Any]) -> Config:
     """Read a config.json."""
     get = Settings(values, "config.json")
-    window = get.integer("sliding_window") if get.values.get("sliding_window") is not None else None
-    num_layers = get.num_layers("num_hidden_layers")
-    windows = get.windows(num_layers, window, default=lambda i: window)
-    return read_hf(get, windows=windows, is_partial=True, norm_eps="rms_norm_eps")
+    windows = get.windows_of_all(get.num_layers("num_hidden_layers"))
+    return read_hf(get, windows=windows, is_partial=True)
 
 
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:

@@ -30,13 +30,17 @@ NAMING = Naming()
 def config_from_hf(values: Mapping[str, Any]) -> Config:
     """Read a config.json; layers from `max_window_layers` on have a window where one is in use."""
     get = Settings(values, "config.json")
+    return read_hf(get, windows=read_windows(get), parts=LayerParts(qkv_bias=True))
+
+
+def read_windows(get: Settings) -> tuple[int | None, ...]:
+    """Read the window of each layer as Qwen's config.json files have it."""
     num_layers = get.num_layers("num_hidden_layers")
     window, first = None, num_layers
     if get.flag("use_sliding_window", False):
         window = get.integer("sliding_window", 4096)
         first = get.integer("max_window_layers", 28, low=0)
-    windows = get.windows(num_layers, window, default=lambda i: window if i >= first else None)
-    return read_hf(get, windows=windows, parts=LayerParts(qkv_bias=True))
+    return get.windows(num_layers, window, default=lambda i: window if i >= first else None)
 
 
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:

@@ -80,6 +80,12 @@ class Settings:
             raise LoadError(f"{self.source}: layer_types must name {text} {num_layers} times")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
+    def windows_of_all(self, num_layers: int) -> tuple[int | None, ...]:
+        """Read the windows of a family in which every layer has the window, where there is one."""
+        given = self.values.get(self.prefix + "sliding_window")
+        window = None if given is None else self.integer("sliding_window")
+        return self.windows(num_layers, window, default=lambda i: window)
+
     def activation(self, *keys: str, default: str) -> str:
         """Read the feed-forward activation from the first key that is there."""
         name = next((self.values[key] for key in keys if self.values.get(key) is not None), default)

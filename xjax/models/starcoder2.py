@@ -47,8 +47,7 @@ NAMING = Naming(
 def config_from_hf(values: Mapping[str, Any]) -> Config:
     """Read a config.json."""
     get = Settings({"tie_word_embeddings": True, **values}, "config.json")
-    window = get.integer("sliding_window") if get.values.get("sliding_window") is not None else None
-    windows = get.windows(get.num_layers("num_hidden_layers"), window, default=lambda i: window)
+    windows = get.windows_of_all(get.num_layers("num_hidden_layers"))
     return read_hf(
         get,
         norm_eps="norm_epsilon",
