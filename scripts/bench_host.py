@@ -42,7 +42,7 @@ class NullConfig:
 class NullFamily:
     """A family whose forward pass returns zeros; only what a step calls is there."""
 
-    __name__ = "null"
+    name = "null"
 
     def cache_spec(self, config: NullConfig) -> CacheSpec:
         """One layer, so that page tables are made and sent."""

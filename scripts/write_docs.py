@@ -271,9 +271,9 @@ _REAL_MODELS = {"llama": "SmolLM2-135M", "gemma3": "Gemma-3-270M"}
 
 def _model_row(entry: Entry) -> list[str]:
     # The modules' own words, on one line, without the family's name in front.
-    text = " ".join((entry.family.__doc__ or "").split("\n\n")[0].split()).partition(": ")[2]
+    text = " ".join((entry.module.__doc__ or "").split("\n\n")[0].split()).partition(": ")[2]
     names = [", ".join(f"`{name}`" for name in kind) for kind in (entry.hf, entry.gguf)]
-    real = _REAL_MODELS.get(entry.family.__name__.rpartition(".")[2])
+    real = _REAL_MODELS.get(entry.module.__name__.rpartition(".")[2])
     return [entry.title, *names, text, f"logits, {real}" if real else "logits"]
 
 

@@ -26,7 +26,7 @@ class Config:
 class NullFamily:
     """The next token is the last one plus one."""
 
-    __name__ = "null"
+    name = "null"
 
     def cache_spec(self, config: Config) -> CacheSpec:
         """A page group of small layers."""

@@ -35,7 +35,7 @@ def audited(kit, spoil):
     def forward(params, config, state, batch, **kwargs):
         return spoil(*family.forward(params, config, state, batch), old=state)
 
-    spoiled = SimpleNamespace(forward=forward, logits=family.logits, __name__="spoiled")
+    spoiled = SimpleNamespace(forward=forward, logits=family.logits, name="spoiled")
     spec = StepSpec(spoiled, kit.model.config)
     table = warmup.ProgramTable(spec, kit.model.params, kit.table._state)
     shape = next(shape for shape in shapes_of(kit.plan.scheduler) if not shape.num_prefill)

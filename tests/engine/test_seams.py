@@ -45,7 +45,7 @@ class RecurrentConfig:
 class RecurrentFamily:
     """The next token is a number that is carried along: it is times 31, plus the token, modulo VOCAB."""
 
-    __name__ = "recurrent"
+    name = "recurrent"
 
     def cache_spec(self, config):
         """A layer with pages and two recurrent ones."""
@@ -198,7 +198,7 @@ def test_three_position_axes_reach_the_model(llama_kit):
     def logits(params, config, hidden, *, backend="xla"):
         return -jnp.square(jnp.arange(VOCAB, dtype=jnp.float32)[None, :] - hidden)
 
-    family = SimpleNamespace(forward=forward, logits=logits, cache_spec=llama.cache_spec)
+    family = SimpleNamespace(name="seams", forward=forward, logits=logits, cache_spec=llama.FAMILY.cache_spec)
     model = Model(family, llama_kit.model.config, llama_kit.model.params, jnp.dtype("float32"))
     packed = pack_prompt(shape, np.arange(5))
     packed.rope_position[:, 4] = (3, 2, 1)

@@ -13,6 +13,7 @@ from xjax.engine.build import EnginePlan, Model, make_table, plan_engine, start_
 from xjax.engine.loop import Engine
 from xjax.engine.warmup import ProgramTable
 from xjax.models import gemma3, llama
+from xjax.models.decoder import Config
 from xjax.models.rope import Rope
 from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
 
@@ -37,12 +38,12 @@ def _sharpen(params: Any, *, o: float, qkv: float, head: float) -> Any:
 
 def tiny_llama() -> Model:
     """Two layers, grouped heads."""
-    config = llama.Config(
+    config = Config(
         num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=64, vocab_size=VOCAB,
         max_context=512, norm_eps=1e-5, tied=False, rope=Rope(dim=16, theta=10000.0),
     )  # fmt: skip
-    params = llama.init(jax.random.key(3), config, jnp.dtype("float32"))
-    return Model(llama, config, _sharpen(params, o=1.6, qkv=2, head=1.0), jnp.dtype("float32"))
+    params = llama.FAMILY.init(jax.random.key(3), config, jnp.dtype("float32"))
+    return Model(llama.FAMILY, config, _sharpen(params, o=1.6, qkv=2, head=1.0), jnp.dtype("float32"))
 
 
 def tiny_gemma() -> Model:
@@ -56,8 +57,8 @@ def tiny_gemma() -> Model:
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     }  # fmt: skip
     config = gemma3.config_from_hf(base)
-    params = gemma3.init(jax.random.key(5), config, jnp.dtype("float32"))
-    return Model(gemma3, config, _sharpen(params, o=4, qkv=1, head=3.0), jnp.dtype("float32"))
+    params = gemma3.FAMILY.init(jax.random.key(5), config, jnp.dtype("float32"))
+    return Model(gemma3.FAMILY, config, _sharpen(params, o=4, qkv=1, head=3.0), jnp.dtype("float32"))
 
 
 @dataclass(frozen=True)

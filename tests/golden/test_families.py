@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import tempfile
-import types
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,8 @@ def load(name: str, *, kind: str = "hf", **naming: Any) -> tuple[Any, Any, Any]:
         family, config = load_config(kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors)
         reader: Any = family
         if naming:
-            changed = dataclasses.replace(family.NAMING, **naming)
-            reader = types.SimpleNamespace(**vars(family) | {"NAMING": changed})
+            changed = dataclasses.replace(family.naming, **naming)
+            reader = dataclasses.replace(family, naming=changed)
         params = load_params(checkpoint, reader, config, dtype=jnp.dtype("float32"))
         return family, config, jax.tree.map(jnp.copy, params)
 

@@ -10,6 +10,7 @@ import pytest
 
 from xjax.kernels.pages import page_dtype
 from xjax.models import gemma3, llama
+from xjax.models.decoder import Config
 from xjax.models.layers import LayerParts
 from xjax.models.rope import Rope
 from xjax.state.batch import BatchShape, Packed, packed_length, unpack
@@ -17,16 +18,16 @@ from xjax.state.kv import abstract_state, allocate, state_bytes
 
 pytestmark = pytest.mark.device
 
-LLAMA = llama.Config(
+LLAMA = Config(
     num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=40, vocab_size=31,
     max_context=64, norm_eps=1e-5, tied=True, rope=Rope(8), parts=LayerParts(qkv_bias=True),
 )  # fmt: skip
-GEMMA = gemma3.Config(
+GEMMA = Config(
     num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=40, vocab_size=31,
     max_context=64, norm_eps=1e-5, tied=True, rope=Rope(8, 1e6), local_rope=Rope(8), windows=(6, None),
     query_scale=0.3, embed_scale=24**0.5,
 )  # fmt: skip
-FAMILIES = [(llama, LLAMA), (gemma3, GEMMA)]
+FAMILIES = [(llama.FAMILY, LLAMA), (gemma3.FAMILY, GEMMA)]
 NUM_PAGES = 51
 
 
@@ -126,7 +127,7 @@ def test_trace_and_embeds(family, config):
     normed = last / np.sqrt((last**2).mean(-1, keepdims=True) + config.norm_eps)
     np.testing.assert_allclose(hidden, normed * np.asarray(params.norm), atol=1e-5)
 
-    scale = 1.0 if family is llama else config.embed_scale
+    scale = 1.0 if family is llama.FAMILY else config.embed_scale
     put = a_batch(config, num_embeds=3)
     put.token_id[:] = packed.token_id
     put.token_id[3:5] = 0

@@ -29,13 +29,13 @@ def test_an_unknown_name_is_said_with_the_known_ones():
 
 def test_gemma_windows():
     assert gemma3.config_from_hf(GEMMA).windows == (9,) * 5 + (None, 9)
-    spec = gemma3.cache_spec(gemma3.config_from_hf(GEMMA))
+    spec = gemma3.FAMILY.cache_spec(gemma3.config_from_hf(GEMMA))
     assert [layer.window for layer in spec] == [9] * 5 + [None, 9]
 
 
 def test_text_part_of_a_larger_model():
     family, config = load_config("hf", "Gemma3ForConditionalGeneration", {"text_config": GEMMA}, {})
-    assert family is gemma3
+    assert family is gemma3.FAMILY
     assert config == gemma3.config_from_hf(GEMMA)
 
 

@@ -7,13 +7,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from xjax.models import llama
+from xjax.models.decoder import Config
 from xjax.models.layers import LayerParts
 from xjax.models.rope import Rope
 from xjax.state.mesh import ParamSpec, make_mesh, page_sharding, partition
 
 pytestmark = pytest.mark.device
 
-CONFIG = llama.Config(
+CONFIG = Config(
     num_layers=2, embed_dim=16, num_heads=8, num_kv_heads=4, head_dim=4, ffn_dim=24, vocab_size=32,
     max_context=64, norm_eps=1e-5, tied=True, rope=Rope(4), parts=LayerParts(qkv_bias=True),
 )  # fmt: skip
@@ -38,9 +39,9 @@ def test_units_decide_what_is_split(mesh):
 
 
 def test_the_views_agree(mesh):
-    abstract = llama.abstract(CONFIG, jnp.dtype("bfloat16"))
-    params = llama.init(jax.random.key(0), CONFIG, jnp.dtype("bfloat16"))
-    shardings = llama.shardings(CONFIG, mesh)
+    abstract = llama.FAMILY.abstract(CONFIG, jnp.dtype("bfloat16"))
+    params = llama.FAMILY.init(jax.random.key(0), CONFIG, jnp.dtype("bfloat16"))
+    shardings = llama.FAMILY.shardings(CONFIG, mesh)
     assert jax.tree.structure(abstract) == jax.tree.structure(params) == jax.tree.structure(shardings)
     for spec, value in zip(jax.tree.leaves(abstract), jax.tree.leaves(params), strict=True):
         assert (spec.shape, spec.dtype) == (value.shape, value.dtype)
@@ -52,7 +53,7 @@ def test_the_views_agree(mesh):
 
 
 def test_each_array_has_its_own_numbers():
-    params = llama.init(jax.random.key(0), CONFIG, jnp.dtype("float32"))
+    params = llama.FAMILY.init(jax.random.key(0), CONFIG, jnp.dtype("float32"))
     first, second = (layer.attention.qkv for layer in params.layers)
     assert not np.array_equal(first, second)
     assert 0.8 < float(jnp.std(first)) * 4 < 1.2

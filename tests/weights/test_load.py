@@ -110,7 +110,7 @@ def test_sharded_placement(tmp_path):
     folder = write_folder(case, tmp_path)
     config, params = load(folder)
     mesh = make_mesh(jax.devices()[:4])
-    _, placed = load(folder, sharding=llama.shardings(config, mesh))
+    _, placed = load(folder, sharding=llama.FAMILY.shardings(config, mesh))
     assert_same(placed, params)
     qkv = placed.layers[0].attention.qkv
     assert qkv.sharding.shard_shape(qkv.shape) == (qkv.shape[0] // 4, 48)

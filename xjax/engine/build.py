@@ -24,7 +24,8 @@ from xjax.engine.zeros import give_back_zeros
 from xjax.errors import LoadError
 from xjax.kernels.choice import choose
 from xjax.kernels.pages import page_dtype
-from xjax.models.registry import Family, load_config
+from xjax.models.family import Family
+from xjax.models.registry import load_config
 from xjax.state.kv import EngineState, abstract_state, allocate, state_bytes
 from xjax.weights.load import load_params
 

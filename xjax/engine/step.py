@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xjax.models.registry import Family
+from xjax.models.family import Family
 from xjax.sampling.logprobs import NUM_TOP
 from xjax.sampling.sample import Choice, sample
 from xjax.state.batch import NO_TOKEN, Batch, BatchShape, unpack
@@ -32,8 +32,7 @@ class StepSpec:
     @property
     def identity(self) -> str:
         """Text that two equal specs share in any two processes."""
-        name = getattr(self.family, "__name__", type(self.family).__qualname__)
-        return f"{name}|{self.config!r}|{self.backend}"
+        return f"{self.family.name}|{self.config!r}|{self.backend}"
 
 
 def output_fields(shape: BatchShape, vocab_size: int) -> tuple[tuple[str, type, tuple[int, ...]], ...]:

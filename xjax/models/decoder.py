@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from xjax.config import CacheSpec, PagedLayer, page_groups
 from xjax.errors import LoadError
@@ -22,12 +20,6 @@ from xjax.models.rope import Rope, angles, rope_from_gguf, rope_from_hf
 from xjax.models.settings import Settings, check_heads
 from xjax.state.batch import Batch
 from xjax.state.kv import EngineState
-from xjax.state.mesh import abstract_params, init_params, param_shardings
-
-__all__ = [
-    "Config", "abstract", "cache_spec", "forward", "init", "logits",
-    "read_gguf", "read_hf", "shardings", "specs",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,24 +195,6 @@ def specs(config: Config) -> Params:
         all_layers, config.vocab_size, config.embed_dim,
         tied=config.tied, has_norm_bias=config.parts.norm == "layer",
     )  # fmt: skip
-
-
-def abstract(config: Config, dtype: jnp.dtype) -> Params:
-    """Describe the parameters with ShapeDtypeStructs."""
-    return abstract_params(specs(config), dtype)
-
-
-def shardings(config: Config, mesh: Mesh) -> Params:
-    """Give each parameter its sharding."""
-    return param_shardings(specs(config), mesh)
-
-
-def init(key: jax.Array, config: Config, dtype: jnp.dtype) -> Params:
-    """Draw random parameters.
-
-    key   []   a jax.random key
-    """
-    return init_params(key, specs(config), dtype)
 
 
 def _layer_config(config: Config, window: int | None) -> LayerConfig:

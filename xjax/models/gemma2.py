@@ -9,26 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from xjax.errors import LoadError
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.layers import LayerParts
 from xjax.models.naming import Naming
 from xjax.models.settings import Settings
-
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
 
 NAMING = Naming(
     hf={
@@ -78,3 +63,10 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
         activation="gelu_tanh",
         parts=LayerParts(post_norms=True),
     )
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    naming=NAMING,
+)

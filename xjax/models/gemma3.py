@@ -10,27 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from xjax.errors import LoadError
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.gemma2 import NAMING
 from xjax.models.layers import LayerParts
 from xjax.models.rope import Rope, rope_from_gguf, rope_from_hf
 from xjax.models.settings import Settings
-
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
 
 _LOCAL_THETA = 10000.0  # GGUF files do not hold it
 _WINDOW_PATTERN = 6  # every sixth layer sees everything
@@ -117,3 +102,10 @@ def _gguf_query_scale(num_layers: int, embed_dim: int, num_heads: int, head_dim:
     """Return the scale of scores, which the file does not hold: the 27B model's differs from the rest."""
     is_27b = num_layers == 62
     return (embed_dim / num_heads if is_27b else head_dim) ** -0.5
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    naming=NAMING,
+)

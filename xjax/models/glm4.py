@@ -4,28 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.layers import LayerParts
 from xjax.models.naming import Naming
 from xjax.models.settings import Settings
 
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
-
-NAMING = Naming(
+_NAMING = Naming(
     hf={
         "attention.post_norm": "post_self_attn_layernorm.weight",
         "feed_forward.gate_up": "mlp.gate_up_proj.weight",
@@ -48,3 +33,10 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
     """Read GGUF metadata."""
     config = read_gguf(Settings(values, "GGUF metadata", "glm4."), tensors, is_partial=True)
     return replace(config, parts=replace(config.parts, post_norms=True))
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    naming=_NAMING,
+)

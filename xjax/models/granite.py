@@ -3,28 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.layers import LayerParts
 from xjax.models.naming import Naming
 from xjax.models.settings import Settings
 
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
-
-NAMING = Naming(gguf_pairs=True)
+_NAMING = Naming(gguf_pairs=True)
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Config:
@@ -52,3 +37,10 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
         residual_scale=get.number("residual_scale", 1.0),
         logit_scale=1.0 / get.number("logit_scale", 1.0),
     )
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    naming=_NAMING,
+)

@@ -7,28 +7,13 @@ or llama3 scaling; biases and a head of its own are optional.
 from collections.abc import Mapping
 from typing import Any
 
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.layers import LayerParts
 from xjax.models.naming import Naming
 from xjax.models.settings import Settings
 
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
-
-NAMING = Naming(gguf_pairs=True)
+_NAMING = Naming(gguf_pairs=True)
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Config:
@@ -42,3 +27,10 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
     """Read GGUF metadata; what the metadata does not say is read off the tensors that are there."""
     return read_gguf(Settings(values, "GGUF metadata", "llama."), tensors)
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    naming=_NAMING,
+)

@@ -4,28 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from xjax.errors import LoadError
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.naming import Naming
 from xjax.models.rope import Rope, long_scale, read_factors
 from xjax.models.settings import Settings
 
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
-
-NAMING = Naming(
+_NAMING = Naming(
     hf={"attention.qkv": "self_attn.qkv_proj.weight", "feed_forward.gate_up": "mlp.gate_up_proj.weight"},
     gguf={"attention.qkv": "attn_qkv.weight", "feed_forward.gate_up": "ffn_up.weight"},
 )
@@ -56,3 +41,10 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
         raise LoadError(f"GGUF metadata: the context was extended, but tensor {name} is missing")
     windows = (window,) * get.num_layers("block_count")
     return read_gguf(get, tensors, rope=rope, windows=windows, is_partial=True)
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    naming=_NAMING,
+)

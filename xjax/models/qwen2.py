@@ -3,28 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.layers import LayerParts
-from xjax.models.naming import Naming
 from xjax.models.settings import Settings
-
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
-
-NAMING = Naming()
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Config:
@@ -46,3 +28,9 @@ def read_windows(get: Settings) -> tuple[int | None, ...]:
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
     """Read GGUF metadata."""
     return read_gguf(Settings(values, "GGUF metadata", "qwen2."), tensors)
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+)

@@ -4,29 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.layers import LayerParts
-from xjax.models.naming import Naming
 from xjax.models.qwen2 import read_windows
 from xjax.models.settings import Settings
-
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
-
-NAMING = Naming()
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Config:
@@ -41,3 +23,9 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
     """Read GGUF metadata."""
     config = read_gguf(Settings(values, "GGUF metadata", "qwen3."), tensors, theta=1e6)
     return replace(config, parts=replace(config.parts, qk_norm="head"))
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+)

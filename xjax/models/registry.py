@@ -1,90 +1,37 @@
 """The one place where architecture strings occur: from a checkpoint's word to a model family.
 
-A family is a module of this folder that offers what `Family` lists. To add one, write the module
-and a line of `_FAMILIES`.
+A family is a module of this folder with a `FAMILY`. To add one, write the module and a line of
+`_FAMILIES`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
-
-from xjax.config import CacheSpec
 from xjax.errors import LoadError
 from xjax.models import gemma2, gemma3, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, starcoder2
-from xjax.models.layers import Params
-from xjax.models.naming import Naming
-from xjax.state.batch import Batch
-from xjax.state.kv import EngineState
-
-
-class Family(Protocol):
-    """What a model module offers; `config` is its own frozen Config."""
-
-    NAMING: Naming
-
-    def config_from_hf(self, values: Mapping[str, Any]) -> Any:
-        """Read a config.json."""
-        ...
-
-    def config_from_gguf(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
-        """Read GGUF metadata, given the tensors by name."""
-        ...
-
-    def cache_spec(self, config: Any) -> CacheSpec:
-        """Say what each layer keeps between steps."""
-        ...
-
-    def specs(self, config: Any) -> Params:
-        """Describe every parameter with a ParamSpec."""
-        ...
-
-    def abstract(self, config: Any, dtype: jnp.dtype) -> Params:
-        """Describe the parameters with ShapeDtypeStructs."""
-        ...
-
-    def shardings(self, config: Any, mesh: Mesh) -> Params:
-        """Give each parameter its sharding."""
-        ...
-
-    def init(self, key: jax.Array, config: Any, dtype: jnp.dtype) -> Params:
-        """Draw random parameters from a jax.random key."""
-        ...
-
-    def forward(
-        self,
-        params: Params,
-        config: Any,
-        state: EngineState,
-        batch: Batch,
-        *,
-        wanted: jax.Array | None = None,
-        trace: bool = False,
-    ) -> Any:
-        """Run a step: hidden [N, E], or [J, E] of the `wanted` tokens, and the new state."""
-        ...
-
-    def logits(self, params: Params, config: Any, hidden: jax.Array, *, backend: str = "xla") -> jax.Array:
-        """Score every word: hidden [J, E] -> [J, V] float32."""
-        ...
+from xjax.models.family import Family
 
 
 @dataclass(frozen=True)
 class Entry:
     """A line of the table of supported models.
 
-    title   for people        family   its module
+    title   for people        module   its own, whose docstring says what is special about it
     hf      `architectures` of config.json
     gguf    `general.architecture` of a GGUF
     """
 
     title: str
-    family: Family
+    module: ModuleType
     hf: tuple[str, ...]
     gguf: tuple[str, ...]
+
+    @property
+    def family(self) -> Family:
+        """What the module offers."""
+        return self.module.FAMILY
 
 
 _FAMILIES = (

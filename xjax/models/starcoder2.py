@@ -3,28 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from xjax.models.decoder import (
-    Config,
-    abstract,
-    cache_spec,
-    forward,
-    init,
-    logits,
-    read_gguf,
-    read_hf,
-    shardings,
-    specs,
-)
+from xjax.models.decoder import Config, read_gguf, read_hf
+from xjax.models.family import Family
 from xjax.models.layers import LayerParts
 from xjax.models.naming import Naming
 from xjax.models.settings import Settings
 
-__all__ = [
-    "NAMING", "abstract", "cache_spec", "config_from_gguf", "config_from_hf",
-    "forward", "init", "logits", "shardings", "specs",
-]  # fmt: skip
-
-NAMING = Naming(
+_NAMING = Naming(
     hf={
         "norm_bias": "model.norm.bias",
         "attention.norm_bias": "input_layernorm.bias",
@@ -71,3 +56,10 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
 
 def _parts(has_bias: bool) -> LayerParts:
     return LayerParts(qkv_bias=has_bias, o_bias=has_bias, mlp_bias=has_bias, norm="layer", is_gated=False)
+
+
+FAMILY = Family(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    naming=_NAMING,
+)

@@ -1,7 +1,7 @@
 """How checkpoints call what a parameter tree holds.
 
 A field is named by its path in the tree, "embed" or "attention.qkv"; a fused field is made of
-several tensors. A family says where it differs (`NAMING`); names of a layer come
+several tensors. A family says where it differs (`Family.naming`); names of a layer come
 without the prefix that counts layers. Nothing is read here.
 """
 

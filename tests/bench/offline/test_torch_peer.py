@@ -5,7 +5,7 @@ import pytest
 
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.errors import LoadError
-from xjax.weights.load import fuse_qkv
+from xjax.weights.fuse import fuse_qkv
 from xjax_server.bench.offline import torch_peer
 
 

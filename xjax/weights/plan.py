@@ -1,0 +1,92 @@
+"""Which tensors of a checkpoint make each array of a family's tree, and how: names, shapes, layouts.
+
+Everything is checked here, before a byte of a tensor is read. What a tensor's bytes mean is known to
+xjax.checkpoints, what an array is for to xjax.models.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from xjax.checkpoints.checkpoint import Checkpoint, TensorView
+from xjax.errors import LoadError
+from xjax.models.family import Family
+from xjax.state.mesh import ParamSpec
+from xjax.weights.fuse import Fuse, fuse_qkv, shift, stack
+from xjax.weights.names import Names, names_for, text_name, unexplained
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """How one array is made: its spec, the tensors, and how they are put together."""
+
+    spec: ParamSpec
+    views: tuple[TensorView, ...]
+    fuse: Fuse
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors in the file."""
+        return sum(view.num_bytes for view in self.views)
+
+
+class Planner:
+    """Finds the tensors of one checkpoint for one family and checks their shapes."""
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, config: Any) -> None:
+        self._checkpoint, self._naming, self._config = checkpoint, family.naming, config
+        self._is_gguf = checkpoint.kind == "gguf"
+        changes = family.naming.gguf if self._is_gguf else family.naming.hf
+        self._names: Names = names_for(checkpoint.kind, changes)
+        self._views = {
+            short: view for name, view in checkpoint.tensors.items() if (short := text_name(name)) is not None
+        }
+        self._used: set[str] = set()
+
+    def plan(self, path: Sequence[Any], spec: ParamSpec) -> LeafPlan:
+        """Plan the array at a path of the tree, a key path as jax.tree_util has it."""
+        layer_id = path[1].idx if path[0].name == "layers" else None
+        field = ".".join(part.name for part in (path if layer_id is None else path[2:]))
+        names = self._names.of(field, layer_id)
+        views = tuple(self._find(name) for name in names)
+        shapes, fuse = self._recipe(field, spec, len(names))
+        for view, shape in zip(views, shapes, strict=True):
+            if view.shape != shape:
+                expected = f"must have shape {shape}, found {view.shape}"
+                raise LoadError(f"{view.file}: tensor {view.name} {expected}")
+        return LeafPlan(spec, views, fuse)
+
+    def _find(self, name: str) -> TensorView:
+        if name not in self._views:
+            raise LoadError(f"{self._checkpoint.path}: tensor {name} is missing")
+        self._used.add(name)
+        return self._views[name]
+
+    def _recipe(
+        self, field: str, spec: ParamSpec, num_tensors: int
+    ) -> tuple[Sequence[tuple[int, ...]], Fuse]:
+        """Shapes of the tensors of a field and the function that puts them together."""
+        rest, naming, config = spec.shape[1:], self._naming, self._config
+        if field in ("attention.qkv", "attention.qkv_bias"):
+            heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+            pairs = config.rope.dim if (naming.gguf_pairs if self._is_gguf else naming.hf_pairs) else 0
+            fuse = partial(fuse_qkv, num_kv_heads=kv_heads, head_dim=dim, pairs=pairs)
+            if num_tensors == 1:
+                return [spec.shape], fuse
+            return [(count * dim, *rest) for count in (heads, kv_heads, kv_heads)], fuse
+        if field in ("feed_forward.gate_up", "feed_forward.gate_up_bias") and num_tensors == 2:
+            return [(spec.shape[0] // 2, *rest)] * 2, stack
+        offset = 0.0 if self._is_gguf or not field.endswith("norm") else naming.hf_norm_offset
+        return [spec.shape], partial(shift, offset=offset) if offset else stack
+
+    def check_all_used(self, *, tied: bool) -> None:
+        """Refuse a checkpoint that holds tensors the model has no place for."""
+        head = self._names.fields["head"] if tied else ()
+        left = unexplained(self._views, self._used, head)
+        if left:
+            view = self._views[left[0]]
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise LoadError(
+                f"{view.file}: tensor {view.name}{more} has no place in the model its config describes"
+            )
