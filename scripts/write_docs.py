@@ -257,9 +257,11 @@ What a file does not say:
 
 - Windows of every layer (Mistral 7B v0.1, StarCoder2, Qwen 2 with `use_sliding_window`) are not in a GGUF,
   and Mistral's is one of `llama`: such a file is run with full attention, as llama.cpp does.
-- "longrope" has two lists of factors. One is used for all positions: the long one where the model's context
-  goes beyond the original one, so that no cached key changes its meaning.
-- "dynamic" scaling begins behind the context the model was trained for, where ours ends.
+- "longrope" and "dynamic" have other frequencies for long contexts than for short ones. Which are used
+  goes by the longest sequence that the engine runs (`--max-model-len`, else the model's context) and never
+  by the length of one sequence, so that no cached key changes its meaning. "longrope" takes its short list
+  where the longest sequence lies within the original context. "dynamic" is plain up to the context that the
+  model was trained for; `--max-model-len` may go up to `factor` times that, with the base of that length.
 
 Refused with a line that says so: experts, vision towers' inputs, OLMo 3, and any architecture not listed.
 

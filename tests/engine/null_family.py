@@ -1,6 +1,6 @@
 """A family that computes nothing, for what does not depend on the model; it compiles in a second."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,10 @@ class NullFamily:
     def cache_spec(self, config: Config) -> CacheSpec:
         """A page group of small layers."""
         return (PagedLayer(1, config.head_dim),) * config.num_layers
+
+    def for_length(self, config: Config, length: int) -> Config:
+        """Of the context alone."""
+        return replace(config, max_context=length)
 
     def forward(self, params: Any, config: Config, state: Any, batch: Any, *, wanted: Any = None) -> Any:
         """Hidden states that hold the token id."""

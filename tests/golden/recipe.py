@@ -31,19 +31,24 @@ _LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+_LONG_ROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.0, 6.0, 16.0],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
     """A tiny model and its prompt.
 
-    length   tokens of the prompt     last   how many positions' logits are kept, from the end
+    length    tokens of the prompt     last   how many positions' logits are kept, from the end
+    context   the engine's longest sequence, where frequencies go by it; None: the model's own
     """
 
     name: str
     changes: dict[str, Any]
     length: int = 44
     last: int = 44
+    context: int | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,6 +89,19 @@ CASES = {
         Case("llama_long_llama3", {"num_hidden_layers": 1, "rope_scaling": _LLAMA3_ROPE}, 2100, 24),
         Case("llama_long_linear", {
             "num_hidden_layers": 1, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2100, 24),
+        Case("llama_long_dynamic", {
+            "num_hidden_layers": 1, "max_position_embeddings": 1200,
+            "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2100, 24, context=2100),
+        Case("llama_long_untruncated", {
+            "num_hidden_layers": 1, "head_dim": 16, "rope_scaling": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1500,
+                "truncate": False}}, 2100, 24),
+        Case("llama_long_longrope", {
+            "num_hidden_layers": 1, "original_max_position_embeddings": 2000,
+            "rope_scaling": _LONG_ROPE}, 2100, 24),
+        Case("llama_long_shortrope", {
+            "num_hidden_layers": 1, "original_max_position_embeddings": 2200,
+            "rope_scaling": _LONG_ROPE | {"original_max_position_embeddings": 8}}, 2100, 24, context=2200),
         Case("gemma_tied", {}),
         Case("gemma_layer_types", {
             "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -41,6 +41,8 @@ def model(name: str) -> tuple[Any, Any, Any]:
         checkpoint = open_checkpoint(write_folder(CASES[name], Path(folder)))
         family, config = load_config("hf", checkpoint.architecture, checkpoint.config, checkpoint.tensors)
         params = load_params(checkpoint, family, config, dtype=jnp.dtype("float32"))
+        if CASES[name].context is not None:
+            config = family.for_length(config, CASES[name].context)
         return family, config, jax.tree.map(jnp.copy, params)
 
 
@@ -87,10 +89,53 @@ def test_ragged_mix(name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", LONG)
 def test_long_positions(name, backend):
-    family, config, params = model(name)
+    assert error(name, _run_long(name, model(name)[1], backend)) < TOLERANCE
+
+
+@pytest.mark.parametrize("context", [None, 2000])
+def test_dynamic_within_the_trained_context(context):
+    """What is run within the trained context is run as it was trained, "dynamic" or not."""
+    family, config, params = model("llama_dynamic")
+    config = config if context is None else family.for_length(config, context)
+    rows = PagedRows(family, config, params, num_rows=3, num_tiles=6)
+    assert error("llama_dynamic", run_alone(rows, CASES["llama_dynamic"].ids, [40, 1, 3])) < TOLERANCE
+
+
+def _run_long(name: str, config: Any, backend: str = "xla") -> np.ndarray:
+    family, _, params = model(name)
     size = {"num_rows": 1, "num_tiles": 17, "tile": 128, "page_size": 16, "max_pages": 132}
-    rows = PagedRows(family, config, params, **size, backend=backend)
-    assert error(name, run_alone(rows, CASES[name].ids, [1100, 988, 1, 11])) < TOLERANCE
+    return run_alone(
+        PagedRows(family, config, params, **size, backend=backend), CASES[name].ids, [1100, 988, 1, 11]
+    )
+
+
+def _rope(**fields: Any) -> Any:
+    return lambda rope: dataclasses.replace(rope, **fields)
+
+
+# What to switch off at far positions: a function of the rotary settings that returns them changed.
+FAR_MUTATIONS = {
+    "linear": ("llama_long_linear", _rope(kind="default")),
+    "llama3": ("llama_long_llama3", _rope(kind="default")),
+    "dynamic": ("llama_long_dynamic", _rope(kind="default")),
+    "dynamic by the length that is run": ("llama_long_dynamic", lambda rope: rope.for_length(2400)),
+    "yarn": ("llama_long_untruncated", _rope(kind="default")),
+    "yarn without whole pairs": ("llama_long_untruncated", _rope(truncate=True)),
+    "long": ("llama_long_longrope", lambda rope: rope.for_length(1999)),
+    "long scale": ("llama_long_longrope", _rope(scale=1.0)),
+    "short": ("llama_long_shortrope", lambda rope: rope.for_length(2201)),
+    "short list": ("llama_long_shortrope", _rope(kind="default")),
+    "short scale": ("llama_long_shortrope", _rope(scale=1.0)),
+}
+
+
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize("feature", FAR_MUTATIONS)
+def test_switching_a_rope_kind_off_shows(feature):
+    name, change = FAR_MUTATIONS[feature]
+    config = model(name)[1]
+    changed = dataclasses.replace(config, rope=change(config.rope))
+    assert error(name, _run_long(name, changed)) > 100 * TOLERANCE
 
 
 def _without_biases(params: Any, *fields: str) -> Any:

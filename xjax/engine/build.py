@@ -53,8 +53,9 @@ class Model:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Every number an engine starts with."""
+    """Every number an engine starts with, and the model's config, settled for its longest sequence."""
 
+    config: Any
     scheduler: SchedulerConfig
     memory: MemoryPlan
     state: EngineState  # abstract
@@ -118,14 +119,11 @@ def plan_engine(
     available   bytes to plan with, parameters included; default: ask the device, which holds them already
     """
     assert options.page_size is not None and options.prefill_chunk_size is not None
-    spec, longest = model.spec, model.config.max_context
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    config = model.config
     if options.max_model_len is not None:
-        if options.max_model_len > longest:
-            raise LoadError(
-                f"--max-model-len {options.max_model_len} is above the model's context, {longest}"
-            )
-        longest = options.max_model_len
+        config = model.family.for_length(config, options.max_model_len)
+    spec, longest = model.family.cache_spec(config), config.max_context
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     shapes = StepShapes.plan(
         max_num_seqs=options.max_num_seqs,
         prefill_chunk_size=options.prefill_chunk_size,
@@ -162,7 +160,7 @@ def plan_engine(
         max_queue=options.max_queue,
         has_recurrent=has_recurrent(spec),
     )
-    return EnginePlan(scheduler, memory, build(num_pages=memory.num_pages))
+    return EnginePlan(config, scheduler, memory, build(num_pages=memory.num_pages))
 
 
 def activation_bytes(model: Model, shapes: StepShapes) -> int:
@@ -194,7 +192,7 @@ def make_table(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), plan.state
     )
     return ProgramTable(
-        StepSpec(model.family, model.config, backend),
+        StepSpec(model.family, plan.config, backend),
         model.params,
         placed,
         cache=None if cache is None else ProgramCache(cache),

@@ -16,7 +16,8 @@ from xjax.config import CacheSpec, PagedLayer, page_groups
 from xjax.errors import LoadError
 from xjax.models import layers
 from xjax.models.layers import LayerConfig, LayerParts, Params
-from xjax.models.rope import Rope, angles, rope_from_gguf, rope_from_hf
+from xjax.models.rope import Rope, angles
+from xjax.models.rope_settings import factors_from_gguf, rope_from_gguf, rope_from_hf
 from xjax.models.settings import Settings, check_heads
 from xjax.state.batch import Batch
 from xjax.state.kv import EngineState
@@ -111,7 +112,7 @@ def read_hf(
             dim=_rope_dim(get, head_dim, share),
             theta=get.number("rope_theta", theta),
             context=max_context,
-            original=get.integer("original_max_position_embeddings", max_context),
+            original=get.optional_integer("original_max_position_embeddings"),
         )
     return Config(**(found | fields))
 
@@ -121,7 +122,10 @@ def _rope_dim(get: Settings, head_dim: int, share: object) -> int:
         return head_dim
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise LoadError(f"{get.source}: partial_rotary_factor must be above 0 and at most 1, not {share!r}")
-    return int(head_dim * share) // 2 * 2
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        raise LoadError(f"{get.source}: partial_rotary_factor {share} of {head_dim} must be an even size")
+    return dim
 
 
 def read_gguf(
@@ -176,10 +180,20 @@ def _gguf_rope(get: Settings, dim: int, tensors: Mapping[str, Any], theta: float
         raise LoadError(f"{get.source}: long rotary factors are not supported for this architecture")
     if "rope_freqs.weight" not in tensors:
         return rope_from_gguf(get, dim=dim, theta=theta)
-    factors = tuple(float(x) for x in tensors["rope_freqs.weight"].read().reshape(-1))
-    if len(factors) != dim // 2:
-        raise LoadError(f"rope_freqs.weight: expected {dim // 2} factors, found {len(factors)}")
-    return Rope(dim, get.number("rope.freq_base", theta), "factors", factors=factors)
+    return factors_from_gguf(get, tensors["rope_freqs.weight"], dim=dim, theta=theta)
+
+
+def for_length(config: Config, length: int) -> Config:
+    """Settle what goes by the longest sequence that an engine runs: rotary frequencies, windows as wide.
+
+    Raises LoadError where the model cannot take so many tokens.
+    """
+    ropes = {"rope": config.rope, "local_rope": config.local_rope}
+    longest = max(config.max_context, *(rope.reach for rope in ropes.values() if rope is not None))
+    if length > longest:
+        raise LoadError(f"--max-model-len {length} is above the model's context, {longest}")
+    ropes = {name: None if rope is None else rope.for_length(length) for name, rope in ropes.items()}
+    return replace(config, max_context=length, **ropes)
 
 
 def cache_spec(config: Config) -> CacheSpec:

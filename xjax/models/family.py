@@ -26,6 +26,7 @@ class Family:
     config_from_hf     from the values of a config.json
     config_from_gguf   from GGUF metadata and the tensors by name
     cache_spec         what each layer keeps between steps, of a config
+    for_length         a config settled for sequences of at most so many tokens
     specs              a ParamSpec for every parameter, of a config
     forward            runs a step: see `decoder.forward`
     logits             scores every word: see `decoder.logits`
@@ -35,6 +36,7 @@ class Family:
     config_from_gguf: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
     naming: Naming = field(default_factory=Naming)
     cache_spec: Callable[[Any], CacheSpec] = decoder.cache_spec
+    for_length: Callable[[Any, int], Any] = decoder.for_length
     specs: Callable[[Any], Params] = decoder.specs
     forward: Callable[..., Any] = decoder.forward
     logits: Callable[..., jax.Array] = decoder.logits

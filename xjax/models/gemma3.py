@@ -14,7 +14,8 @@ from xjax.models.decoder import Config, read_gguf, read_hf
 from xjax.models.family import Family
 from xjax.models.gemma2 import NAMING
 from xjax.models.layers import LayerParts
-from xjax.models.rope import Rope, rope_from_gguf, rope_from_hf
+from xjax.models.rope import Rope
+from xjax.models.rope_settings import rope_from_gguf, rope_from_hf
 from xjax.models.settings import Settings
 
 _LOCAL_THETA = 10000.0  # GGUF files do not hold it
@@ -61,17 +62,19 @@ def _parts(has_bias: bool) -> LayerParts:
 
 def _hf_ropes(get: Settings, head_dim: int) -> tuple[Rope, Rope]:
     """Read both rotary settings, in the flat form or the one nested by layer kind."""
-    nested = get.table("rope_parameters")
+    nested, context = get.table("rope_parameters"), get.integer("max_position_embeddings")
     if nested is not None and "full_attention" in nested:
         both = Settings(nested, "config.json")
         return (
-            rope_from_hf(both.table("full_attention"), dim=head_dim, theta=1e6),
-            rope_from_hf(both.table("sliding_attention"), dim=head_dim, theta=_LOCAL_THETA),
+            rope_from_hf(both.table("full_attention"), dim=head_dim, theta=1e6, context=context),
+            rope_from_hf(both.table("sliding_attention"), dim=head_dim, theta=_LOCAL_THETA, context=context),
         )
-    rope = rope_from_hf(
-        nested or get.table("rope_scaling"), dim=head_dim, theta=get.number("rope_theta", 1e6)
+    scaling, theta = nested or get.table("rope_scaling"), get.number("rope_theta", 1e6)
+    local_theta = get.number("rope_local_base_freq", _LOCAL_THETA)
+    return (
+        rope_from_hf(scaling, dim=head_dim, theta=theta, context=context),
+        rope_from_hf(None, dim=head_dim, theta=local_theta),
     )
-    return rope, Rope(head_dim, get.number("rope_local_base_freq", _LOCAL_THETA))
 
 
 def _window(layer_id: int, window: int, pattern: int) -> int | None:
@@ -88,7 +91,7 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
         get,
         tensors,
         rope=rope_from_gguf(get, dim=head_dim, theta=1e6),
-        local_rope=Rope(head_dim, get.number("rope.freq_base_swa", _LOCAL_THETA)),
+        local_rope=rope_from_hf(None, dim=head_dim, theta=get.number("rope.freq_base_swa", _LOCAL_THETA)),
         windows=tuple(_window(i, window, _WINDOW_PATTERN) for i in range(num_layers)),
         query_scale=_gguf_query_scale(num_layers, embed_dim, num_heads, head_dim),
         embed_scale=math.sqrt(embed_dim),

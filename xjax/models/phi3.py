@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from xjax.errors import LoadError
 from xjax.models.decoder import Config, read_gguf, read_hf
 from xjax.models.family import Family
 from xjax.models.naming import Naming
-from xjax.models.rope import Rope, long_scale, read_factors
+from xjax.models.rope_settings import long_from_gguf
 from xjax.models.settings import Settings
 
 _NAMING = Naming(
@@ -18,7 +17,7 @@ _NAMING = Naming(
 
 def config_from_hf(values: Mapping[str, Any]) -> Config:
     """Read a config.json."""
-    get = Settings(values, "config.json")
+    get = Settings({"original_max_position_embeddings": 4096, **values}, "config.json")
     windows = get.windows_of_all(get.num_layers("num_hidden_layers"))
     return read_hf(get, windows=windows, is_partial=True)
 
@@ -27,18 +26,9 @@ def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> C
     """Read GGUF metadata; the long factors are tensors."""
     get = Settings(values, "GGUF metadata", "phi3.")
     head_dim = get.integer("embedding_length") // get.integer("attention.head_count")
-    dim, theta = get.integer("rope.dimension_count", head_dim), get.number("rope.freq_base", 10000.0)
+    dim = get.integer("rope.dimension_count", head_dim)
     window = get.integer("attention.sliding_window", 0, low=0) or None
-    context = get.integer("context_length")
-    original = get.integer("rope.scaling.original_context_length", context)
-    rope = Rope(dim, theta)
-    name = "rope_factors_long.weight" if context > original else "rope_factors_short.weight"
-    if name in tensors:
-        scale = get.number("rope.scaling.attn_factor", long_scale(context / original, original))
-        factors = read_factors(tensors[name].read().reshape(-1).tolist(), dim, name)
-        rope = Rope(dim, theta, "factors", factors=factors, scale=scale)
-    elif context > original:
-        raise LoadError(f"GGUF metadata: the context was extended, but tensor {name} is missing")
+    rope = long_from_gguf(get, tensors, dim=dim, theta=10000.0)
     windows = (window,) * get.num_layers("block_count")
     return read_gguf(get, tensors, rope=rope, windows=windows, is_partial=True)
 

@@ -1,20 +1,17 @@
 """Rotary position embedding: from a checkpoint's settings to angles, and the rotation itself.
 
 Each kind of scaling only changes the inverse frequencies, which are computed once on the host in
-float64. Pairs are the two halves of a head (dimension i with i + D/2), as Hugging Face lays them.
+float64. Two kinds have others for long contexts than for short ones: they go by the longest context
+that the engine runs, never by how long a sequence is, so that a cached key stays right.
+Pairs are the two halves of a head (dimension i with i + D/2), as Hugging Face lays them.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from xjax.errors import LoadError
-from xjax.models.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -23,12 +20,15 @@ class Rope:
 
     dim               rotated dimensions of a head, the first ones
     theta             base of the geometric series
-    kind              "default", "linear", "llama3", "yarn" or "factors"
+    kind              "default", "linear", "dynamic", "llama3", "yarn", "long" or "factors"
     factor            of the scaling; positions shrink by it
     low, high         llama3, yarn: turns within the original context between which scaling fades in
-    original_context  llama3, yarn: tokens that the model was trained on before scaling
-    factors           [dim / 2] divisors of the frequencies, given by the file itself
+    original_context  dynamic, llama3, yarn, long: tokens that the model was trained on before scaling
+    factors           [dim / 2] factors, long: divisors of the frequencies, given by the file itself
+    short_factors     [dim / 2] long: those for contexts within the original one
     scale             what cosine and sine are multiplied by, so that scores stay as sharp as they were
+    truncate          yarn: whether scaling fades in from one whole pair to another
+    context           dynamic, long: tokens of the longest sequence that will be run
     """
 
     dim: int
@@ -39,134 +39,29 @@ class Rope:
     high: float = 4.0
     original_context: int = 8192
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
     scale: float = 1.0
+    truncate: bool = True
+    context: int = 0
 
+    @property
+    def reach(self) -> int:
+        """Tokens that scaling can be stretched to, beyond those the config names; 0 for no farther."""
+        return int(self.original_context * self.factor) if self.kind == "dynamic" else 0
 
-def rope_from_hf(
-    settings: Mapping[str, Any] | None,
-    *,
-    dim: int,
-    theta: float,
-    context: int = 0,
-    original: int | None = None,
-) -> Rope:
-    """Read a `rope_scaling` or `rope_parameters` mapping; its own rope_theta wins over `theta`.
-
-    context    tokens that the model is said to take, of which "longrope" and "yarn" make use
-    original   tokens before scaling, where the file says it outside of the mapping
-
-    "dynamic" scaling starts only behind the context the model was trained for, which is where
-    `max_context` ends, so it is the default kind here. Raises LoadError for kinds we do not have.
-    """
-    get = Settings(settings or {}, "config.json, rope scaling")
-    kind = get.values.get("rope_type", get.values.get("type", "default"))
-    theta = get.number("rope_theta", theta)
-    if kind in ("default", "dynamic", None):
-        return Rope(dim, theta)
-    if kind == "linear":
-        return Rope(dim, theta, "linear", get.number("factor"))
-    if kind == "llama3":
-        low, high = get.number("low_freq_factor"), get.number("high_freq_factor")
-        if low >= high:
-            raise LoadError(f"config.json: low_freq_factor {low:g} must be below high_freq_factor {high:g}")
-        return Rope(dim, theta, "llama3", get.number("factor"), low, high, _original(get, original))
-    if kind == "yarn":
-        return _yarn_from_hf(get, dim, theta, original or context)
-    if kind in ("longrope", "su"):
-        return _long_from_hf(get, dim, theta, context, _original(get, original))
-    known = "default, dynamic, linear, llama3, longrope, yarn"
-    raise LoadError(f"config.json: rope scaling of type {kind!r} is not supported; known: {known}")
-
-
-def _original(get: Settings, default: int | None) -> int:
-    return int(get.number("original_max_position_embeddings", default))
-
-
-def _mscale(factor: float, weight: float = 1.0) -> float:
-    """What YaRN multiplies cosine and sine by (arXiv 2309.00071, eq. 22, split over both)."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def _yarn_from_hf(get: Settings, dim: int, theta: float, original: int) -> Rope:
-    factor, scale = get.number("factor"), get.optional_number("attention_factor")
-    mscale, all_dim = get.optional_number("mscale"), get.optional_number("mscale_all_dim")
-    if scale is None:
-        scale = _mscale(factor)
-        if mscale is not None and all_dim is not None:
-            scale = _mscale(factor, mscale) / _mscale(factor, all_dim)
-    low, high = get.number("beta_slow", 1.0), get.number("beta_fast", 32.0)
-    original = _original(get, original)
-    if not get.flag("truncate", True):
-        raise LoadError("config.json: yarn without truncated bounds is not supported")
-    return Rope(dim, theta, "yarn", factor, low, high, original, scale=scale)
-
-
-def _long_from_hf(get: Settings, dim: int, theta: float, context: int, original: int) -> Rope:
-    """One list of factors for all positions: the long one where the context is beyond the original."""
-    factor = get.optional_number("factor") or context / original
-    scale = get.optional_number("attention_factor")
-    if scale is None:
-        scale = long_scale(factor, original)
-    key = "long_factor" if context > original else "short_factor"
-    return Rope(
-        dim,
-        theta,
-        "factors",
-        factors=read_factors(get.values.get(key), dim, f"config.json: {key}"),
-        scale=scale,
-    )
-
-
-def long_scale(factor: float, original: int) -> float:
-    """What "longrope" multiplies cosine and sine by for a context that grew by a factor."""
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-
-def read_factors(values: Any, dim: int, name: str) -> tuple[float, ...]:
-    """The divisors of the frequencies from a list; LoadError when it is none of dim / 2 positive numbers."""
-    is_list = isinstance(values, list | tuple) and len(values) == dim // 2
-    if not is_list or not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for x in values):
-        raise LoadError(f"{name} must be a list of {dim // 2} numbers above 0")
-    return tuple(float(x) for x in values)
-
-
-def rope_from_gguf(get: Settings, *, dim: int, theta: float) -> Rope:
-    """Read the rotary settings of GGUF metadata. Raises LoadError for kinds we do not have."""
-    theta, kind = (
-        get.number("rope.freq_base", theta),
-        get.values.get(f"{get.prefix}rope.scaling.type", "none"),
-    )
-    if kind == "linear":
-        return Rope(dim, theta, "linear", get.number("rope.scaling.factor"))
-    if kind == "yarn":
-        return _yarn_from_gguf(get, dim, theta)
-    if kind != "none":
-        known = "none, linear, yarn"
-        raise LoadError(f"{get.source}: rope scaling of type {kind!r} is not supported; known: {known}")
-    return Rope(dim, theta)
-
-
-def _yarn_from_gguf(get: Settings, dim: int, theta: float) -> Rope:
-    factor = get.number("rope.scaling.factor")
-    low = get.number("rope.scaling.yarn_beta_slow", 1.0)
-    high = get.number("rope.scaling.yarn_beta_fast", 32.0)
-    original = get.integer("rope.scaling.original_context_length", get.integer("context_length"))
-    # The converter writes what a config.json calls attention_factor, which is the whole scale.
-    scale = get.optional_number("rope.scaling.yarn_attn_factor")
-    if scale is None:
-        scale = _mscale(factor) * get.number("rope.scaling.attn_factor", 1.0)
-        if get.values.get(f"{get.prefix}rope.scaling.yarn_log_multiplier"):
-            scale /= _mscale(factor, get.number("rope.scaling.yarn_log_multiplier"))
-    return Rope(dim, theta, "yarn", factor, low, high, original, scale=scale)
+    def for_length(self, length: int) -> "Rope":
+        """Choose the frequencies for an engine that runs sequences of at most `length` tokens."""
+        return replace(self, context=length) if self.kind in ("dynamic", "long") else self
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
     """Angle of one position for each pair, [dim / 2] float64."""
-    plain = rope.theta ** (-np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
+    plain = _theta(rope) ** (-np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
     if rope.kind == "linear":
         return plain / rope.factor
-    if rope.kind == "factors":
-        return plain / np.asarray(rope.factors, np.float64)
+    if rope.kind in ("factors", "long"):
+        is_short = rope.kind == "long" and rope.context <= rope.original_context
+        return plain / np.asarray(rope.short_factors if is_short else rope.factors, np.float64)
     if rope.kind == "llama3":
         turns = rope.original_context * plain / (2 * math.pi)
         blend = np.clip((turns - rope.low) / (rope.high - rope.low), 0.0, 1.0)
@@ -176,6 +71,14 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
     return plain
 
 
+def _theta(rope: Rope) -> float:
+    """The base; "dynamic" raises it so that the slowest pair turns no farther than it was trained to."""
+    if rope.kind != "dynamic" or rope.context <= rope.original_context:
+        return rope.theta
+    stretch = rope.factor * (rope.context / rope.original_context - 1) + 1
+    return rope.theta * stretch ** (rope.dim / (rope.dim - 2))
+
+
 def _yarn_blend(rope: Rope) -> np.ndarray:
     """Share of each frequency that scaling leaves, [dim / 2] (arXiv 2309.00071, section 3.2)."""
 
@@ -183,7 +86,10 @@ def _yarn_blend(rope: Rope) -> np.ndarray:
         """Index of the pair that makes so many turns within the original context."""
         return rope.dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = max(math.floor(pair(rope.high)), 0), min(math.ceil(pair(rope.low)), rope.dim - 1)
+    low, high = pair(rope.high), pair(rope.low)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low if high > low else 0.001), 0.0, 1.0)
     return (1.0 - ramp) + ramp / rope.factor
 

@@ -35,6 +35,10 @@ class Settings:
             )
         return value
 
+    def optional_integer(self, key: str) -> int | None:
+        """Read a whole number of at least 1, or None where there is none."""
+        return None if self.values.get(self.prefix + key) is None else self.integer(key)
+
     def num_layers(self, key: str, default: int | None = None) -> int:
         """Read how many layers there are."""
         return self.integer(key, default, high=_MAX_LAYERS)
