@@ -1,6 +1,7 @@
 """Measuring: what a machine can do at best, what the engine does on it, what a peer does beside it.
 
     offline/    prefill, decode, start and memory of one process; no sockets
+    loading/    seconds and memory of loading a random model
     serving/    a load client against any OpenAI-compatible server
     beside/     our server and its peers, started as children and asked in turn
     commands/   what `xjax bench` does with all of it

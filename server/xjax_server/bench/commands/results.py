@@ -8,10 +8,15 @@ from rich.console import Console
 
 from xjax.errors import RequestError
 from xjax_server.bench import compare as results
+from xjax_server.bench.loading import report as loading_report
 from xjax_server.bench.offline import report as offline_report
 from xjax_server.bench.serving import report as serving_report
 
-KINDS: dict[str, results.Numbers] = {"offline": offline_report.numbers, "serving": serving_report.numbers}
+KINDS: dict[str, results.Numbers] = {
+    "loading": loading_report.numbers,
+    "offline": offline_report.numbers,
+    "serving": serving_report.numbers,
+}
 _WIDTH = 190  # of tables that go into a file
 
 
