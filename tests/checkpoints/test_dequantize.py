@@ -94,3 +94,20 @@ def test_speed(dtype: str) -> None:
         dequantize(data, dtype, (elements,))
         times.append(time.process_time() - start)
     assert elements * 4 / min(times) > 200e6  # a tenth of what an idle machine does
+
+
+def test_every_float16() -> None:
+    """Subnormals, both zeros, infinities and NaN too, each beside numbers of every size."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    finite = every[np.isfinite(every.view(np.float16))]
+    for bits in (every, finite):
+        found = dequantize(bits.view(np.uint8), "float16", bits.shape)
+        _same_bits(found, bits.view(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_values_of_the_wanted_type_are_copied(dtype: str) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 8 * SLAB + 8, np.uint8)
+    out = np.empty(len(data) // np.dtype(dtype).itemsize, dtype)
+    dequantize_into(data, dtype, out)
+    assert out.tobytes() == data.tobytes()

@@ -69,6 +69,13 @@ def dequantize_into(data: Bytes, dtype: str, out: npt.NDArray[Any]) -> None:
     if block.decode is None:
         raise LoadError(f"tensors of type {dtype} cannot be read; convert the model to another type")
     assert out.flags.c_contiguous and out.size * block.num_bytes == len(data) * block.block_size
+    if out.dtype.name == dtype:  # bfloat16 too, which numpy has from elsewhere
+        np.copyto(out.reshape(-1).view(np.uint8), data)
+        return
+    if dtype in _NUMPY_NAMES:
+        with np.errstate(all="ignore"):
+            np.copyto(out.reshape(-1), data.view(_NUMPY_NAMES[dtype]), casting="unsafe")
+        return
     blocks, targets = data.reshape(-1, block.num_bytes), out.reshape(-1, block.block_size)
     rows = max(1, SLAB // block.block_size)
     slab = (
@@ -89,11 +96,28 @@ def _half(blocks: Bytes, start: int) -> Floats:
     return blocks[:, start : start + 2].view("<f2").astype(np.float32)
 
 
+_NUMPY_NAMES = {
+    "float32": "<f4", "float64": "<f8", "int8": "<i1", "int16": "<i2", "int32": "<i4",
+    "int64": "<i8", "uint8": "<u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
+}  # fmt: skip
+
+
 def _plain(dtype: str) -> Decoder:
     def decode(blocks: Bytes, out: Floats) -> None:
         np.copyto(out, blocks.view(dtype), casting="unsafe")
 
     return decode
+
+
+def _float16(blocks: Bytes, out: Floats) -> None:
+    """Widen by integer operations: numpy's own conversion takes three times as long."""
+    bits = out.view(np.int32)
+    np.copyto(bits, blocks.view("<i2"))  # the sign goes up to bit 31
+    bits <<= 13
+    bits &= np.int32(~0x7000_1FFF)
+    out *= np.float32(2.0**112)  # the exponent counts from 15 there, from 127 here
+    if out.max() >= 65536 or out.min() <= -65536:  # infinity and NaN, which have no exponent
+        np.copyto(out, blocks.view("<f2"))
 
 
 def _bfloat16(blocks: Bytes, out: Floats) -> None:
@@ -236,7 +260,7 @@ def _q6_k(blocks: Bytes, out: Floats) -> None:
 
 _TYPES = (
     BlockType("float32", 1, 4, _plain("<f4")),
-    BlockType("float16", 1, 2, _plain("<f2")),
+    BlockType("float16", 1, 2, _float16),
     BlockType("bfloat16", 1, 2, _bfloat16),
     BlockType("float64", 1, 8, _plain("<f8")),
     BlockType("int8", 1, 1, _plain("<i1")),

@@ -4,6 +4,7 @@ Nothing is read before it is asked for, and pages of the file that were read are
 so opening a model costs no memory. Knows no file format.
 """
 
+import math
 import mmap
 import os
 import stat
@@ -16,6 +17,8 @@ import numpy.typing as npt
 
 from xjax.checkpoints.dequantize import BLOCK_TYPES, dequantize, dequantize_into, num_bytes
 from xjax.errors import LoadError
+
+_PART = 1 << 22  # elements read between two releases of the file's pages
 
 
 class MappedFile:
@@ -76,6 +79,16 @@ class TensorView:
         """Bytes it takes in the file."""
         return num_bytes(self.dtype, self.shape)
 
+    @property
+    def num_elements(self) -> int:
+        """Numbers it holds."""
+        return math.prod(self.shape)
+
+    @property
+    def num_columns(self) -> int:
+        """Elements of a row: the last axis."""
+        return self.shape[-1] if self.shape else 1
+
     def raw(self) -> npt.NDArray[np.uint8]:
         """Return the stored bytes.
 
@@ -102,10 +115,26 @@ class TensorView:
 
         Raises LoadError for a type that has no decoder.
         """
-        self._check_decodable()
         assert out.shape == self.shape, (out.shape, self.shape)
-        dequantize_into(self.raw(), self.dtype, out)
-        self.mapped.release(self.start, self.num_bytes)
+        rows = out.reshape(-1, self.num_columns)
+        step = max(1, _PART // self.num_columns)
+        for first in range(0, len(rows), step):
+            self.read_rows(rows[first : first + step], first)
+
+    def read_rows(self, out: npt.NDArray[Any], first: int) -> None:
+        """Write some rows as numbers, all axes but the last counted as one.
+
+        out    [rows, num_columns]  written; as for `read_into`
+        first  row of the tensor that goes into out[0]
+
+        Safe in several threads at once. Raises LoadError for a type that has no decoder.
+        """
+        self._check_decodable()
+        size = num_bytes(self.dtype, out.shape)
+        start = self.start + first * num_bytes(self.dtype, (self.num_columns,))
+        assert start + size <= self.start + self.num_bytes, (first, out.shape, self.shape)
+        dequantize_into(self.mapped.data[start : start + size], self.dtype, out)
+        self.mapped.release(start, size)
 
     def _check_decodable(self) -> None:
         if BLOCK_TYPES[self.dtype].decode is None:

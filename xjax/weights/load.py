@@ -1,14 +1,15 @@
 """From an open checkpoint to parameters on the device, one array at a time.
 
     1. plan      which tensors make each array of the family's tree
-    2. read      a thread reads and dequantizes the next array while this one is placed
-    3. fuse      q, k, v by kv head; gate over up; on the host
-    4. place     into its sharding; without a copy where the platform allows it
+    2. read      threads read and dequantize parts of an array to where they belong in it: q, k, v by
+                 kv head, gate over up; and go on with the next array while this one is placed
+    3. place     into its sharding; without a copy where the platform allows it
 
-Two arrays at most are in host memory at once. What a tensor's bytes mean is known to
-xjax.checkpoints, what an array is for to xjax.models.
+Three arrays at most are in host memory at once: two being read and one being placed. What a tensor's
+bytes mean is known to xjax.checkpoints, what an array is for to xjax.models.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,11 +23,13 @@ from xjax.checkpoints.checkpoint import Checkpoint
 from xjax.models.family import Family
 from xjax.models.layers import Params
 from xjax.weights.plan import LeafPlan, Planner
+from xjax.weights.read import parts_of
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 _ALIGNMENT = 64  # bytes; what XLA wants of an array that it takes over as it is
-_AHEAD = 2
+_AHEAD = 2  # arrays
+_MOST_THREADS = 8  # more than can be had of memory by then
 
 
 def load_params(
@@ -55,17 +58,11 @@ def load_params(
     total, done, leaves = sum(plan.num_bytes for plan in plans), 0, []
     for values, target, plan in zip(_read_ahead(plans, jnp.dtype(dtype)), targets, plans, strict=True):
         leaves.append(jax.device_put(values, target))
+        jax.block_until_ready(leaves[-2:-1])  # what is still under way keeps its copy here
         done += plan.num_bytes
         if progress is not None:
             progress(done, total)
     return jax.tree.unflatten(tree, leaves)
-
-
-def _build(plan: LeafPlan, dtype: jnp.dtype) -> np.ndarray:
-    """Read and fuse, [*spec.shape] of the spec's dtype or of `dtype`."""
-    out = _aligned(plan.spec.shape, jnp.dtype(plan.spec.dtype or dtype))
-    plan.fuse(out, [view.read() for view in plan.views])
-    return out
 
 
 def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
@@ -76,17 +73,27 @@ def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
 
 
 def _read_ahead(plans: list[LeafPlan], dtype: jnp.dtype) -> Iterator[np.ndarray]:
-    """Build arrays in order, the next ones already while one is placed."""
-    with ThreadPoolExecutor(_AHEAD, thread_name_prefix="xjax-load") as pool:
-        pending: deque[Future[np.ndarray]] = deque()
-        rest = iter(plans)
+    """Read arrays in order, the next ones already while one is placed."""
+    num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="xjax-load") as pool:
+        pending: deque[tuple[np.ndarray, list[Future[None]]]] = deque()
+
+        def finish() -> np.ndarray:
+            out, parts = pending[0]
+            for part in parts:
+                part.result()
+            pending.popleft()
+            return out
+
         try:
-            for plan in rest:
-                pending.append(pool.submit(_build, plan, dtype))
+            for plan in plans:
+                out = _aligned(plan.spec.shape, jnp.dtype(plan.spec.dtype or dtype))
+                pending.append((out, [pool.submit(part) for part in parts_of(plan, out)]))
                 if len(pending) >= _AHEAD:
-                    yield pending.popleft().result()
+                    yield finish()
             while pending:
-                yield pending.popleft().result()
+                yield finish()
         finally:
-            for future in pending:
-                future.cancel()
+            for _, parts in pending:
+                for part in parts:
+                    part.cancel()

@@ -21,9 +21,7 @@ from xjax.checkpoints.safetensors import INDEX_NAME, TENSOR_TYPES
 # What a case is called: the form, and how matrices are stored.
 FOLDERS = {"safetensors-bf16": "bfloat16", "safetensors-f16": "float16", "safetensors-f32": "float32"}
 SHARDED = {"safetensors-bf16-sharded": "bfloat16"}
-GGUFS = {
-    f"gguf-{name}": name for name in ("float16", "bfloat16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
-}
+GGUFS = {f"gguf-{name}": name for name in ("float16", "bfloat16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")}
 FORMATS = (*FOLDERS, *SHARDED, *GGUFS)
 _TILE = 8 << 20
 _NUM_SHARDS = 4
