@@ -1,4 +1,4 @@
-"""The engine answers as the golden logits say: windows on all layers, on some, layer norms, its context."""
+"""The engine answers as the golden logits say: windows, layer norms, experts, its context."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ DRAWN = SamplingParams(temperature=1, seed=3, max_tokens=16, ignore_eos=True, lo
 OPTIONS = {"max_num_seqs": 2, "page_size": 4, "prefill_chunk_size": 16, "num_pages": 40, "max_model_len": 64}
 
 
-@pytest.mark.parametrize("name", ["mistral_window", "gemma2_caps", "starcoder2_biases"])
+@pytest.mark.parametrize("name", ["mistral_window", "gemma2_caps", "starcoder2_biases", "qwen2moe_mixed"])
 def test_log_probabilities_are_those_of_the_logits(name, tmp_path):
     ids = [int(token) for token in FAMILY_CASES[name].ids]
     prompts = [ids[:29], ids[5:16]]

@@ -47,6 +47,14 @@ _BASES: dict[str, dict[str, Any]] = {
     "starcoder2": {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2",
                    "norm_epsilon": 2.0**-16, "rms_norm_eps": None, "hidden_act": "gelu_pytorch_tanh",
                    "use_bias": True, "sliding_window": None},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "head_dim": 8,
+                "intermediate_size": 40, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2moe": {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 6,
+                 "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False,
+                 "shared_expert_intermediate_size": 40, "use_sliding_window": False},
+    "qwen3moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16,
+                 "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                 "norm_topk_prob": True, "use_sliding_window": False, "attention_bias": False},
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
@@ -111,6 +119,17 @@ FAMILY_CASES = {
         FamilyCase("starcoder2_biases", {}),
         FamilyCase("starcoder2_window", {
             "sliding_window": 9, "use_bias": False, "tie_word_embeddings": True}),
+        FamilyCase("mixtral_top2", {}),
+        FamilyCase("mixtral_window", {"sliding_window": 9}),
+        FamilyCase("qwen2moe_shared", {}),
+        FamilyCase("qwen2moe_mixed", {
+            "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1],
+            "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 9,
+            "max_window_layers": 3}),
+        FamilyCase("qwen3moe_tied", {"tie_word_embeddings": True}),
+        FamilyCase("qwen3moe_mixed", {
+            "mlp_only_layers": [0], "norm_topk_prob": False, "use_sliding_window": True,
+            "sliding_window": 9, "attention_bias": True}),
         FamilyCase("llama_yarn", {
             **_FAR, "rope_theta": None, "rope_parameters": {
                 **_YARN, "rope_theta": 20000.0, "beta_fast": 8.0, "beta_slow": 2.0, "mscale": 0.75,

@@ -1,11 +1,12 @@
 """Write the tiny models of families.py as GGUF files, as llama.cpp's converter lays each family out.
 
 Tensor names come from the gguf package. What the converter does to the values is repeated here: it
-interleaves the halves of q and k for Granite, adds one to Gemma's norms, keeps fused tensors fused,
-and writes long rotary factors as tensors.
+interleaves the halves of q and k for Granite and Mixtral, adds one to Gemma's norms, keeps fused tensors
+fused, stacks the weights of experts, and writes long rotary factors as tensors.
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,26 @@ _ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3, "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "phi3": gguf.MODEL_ARCH.PHI3, "glm4": gguf.MODEL_ARCH.GLM4, "granite": gguf.MODEL_ARCH.GRANITE,
     "olmo2": gguf.MODEL_ARCH.OLMO2, "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
 }  # fmt: skip
 _PERMUTED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
 
 
-def write_family(case: FamilyCase, path: Path) -> Path:
-    """Write one case, float32."""
+def write_family(case: FamilyCase, path: Path, *, is_old: bool = False) -> Path:
+    """Write one case, float32; an old file has a tensor for each expert."""
     config, arch = case.config, _ARCHITECTURES[case.family]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _write_metadata(writer, case.family, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for name, values in weights(case).items():
+    tensors = weights(case)
+    if is_old:
+        for name, values in _pop_old_experts(tensors).items():
+            writer.add_tensor(name, values)
+    for name, values in _stack_experts(tensors).items():
         if case.norms_count_from_one and name.endswith("norm.weight"):
             values = values + np.float32(1)
-        if case.family == "granite" and name.endswith(_PERMUTED):
+        if case.family in ("granite", "mixtral") and name.endswith(_PERMUTED):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             values = _interleave(values, heads)
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -48,6 +55,31 @@ def write_family(case: FamilyCase, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+_EXPERT = re.compile(r"(.*layers\.(\d+)\..*experts)\.(\d+)\.(\w+)\.weight")
+_OLD_NAMES = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+
+
+def _pop_old_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Take the experts out, under the names that files had before they were stacked."""
+    found = {name: match for name in tensors if (match := _EXPERT.fullmatch(name))}
+    return {
+        f"blk.{match[2]}.{_OLD_NAMES[match[4]]}.{match[3]}.weight": tensors.pop(name)
+        for name, match in found.items()
+    }
+
+
+def _stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors with those of experts stacked, "experts.3.w1" as a part of "experts.w1"."""
+    found, stacks = {}, {}
+    for name, values in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            stacks.setdefault(f"{match[1]}.{match[4]}.weight", {})[int(match[3])] = values
+        else:
+            found[name] = values
+    stacked = {name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in stacks.items()}
+    return found | stacked
 
 
 def _interleave(values: np.ndarray, num_heads: int) -> np.ndarray:
@@ -119,4 +151,20 @@ def _write_granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_logit_scale(config["logits_scaling"])
 
 
-_EXTRAS = {"gemma2": _write_gemma2, "phi3": _write_phi3, "glm4": _write_glm4, "granite": _write_granite}
+def _write_mixtral(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+
+
+def _write_qwen_moe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+_EXTRAS = {"gemma2": _write_gemma2, "phi3": _write_phi3, "glm4": _write_glm4, "granite": _write_granite,
+           "mixtral": _write_mixtral, "qwen2moe": _write_qwen_moe, "qwen3moe": _write_qwen_moe}  # fmt: skip

@@ -19,7 +19,7 @@ def _fresh():
 
 def test_by_platform():
     assert choice.choose("xla", "cpu") == "xla"
-    assert choice.choose("auto", "tpu") == "xla"
+    assert choice.choose("auto", "tpu") == choice.choose("xla", "gpu") == "accelerator"
     with pytest.raises(LoadError, match="for CPUs"):
         choice.choose("numba", "gpu")
 

@@ -6,7 +6,22 @@ import pytest
 from tests.golden.families import FAMILY_CASES
 from tests.golden.recipe import CASES
 from xjax.errors import LoadError
-from xjax.models import gemma2, gemma3, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, starcoder2
+from xjax.models import (
+    gemma2,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    starcoder2,
+)  # fmt: skip
 from xjax.models.registry import family_for, load_config, supported
 
 LLAMA, GEMMA = CASES["llama_tied"].config, CASES["gemma_tied"].config
@@ -116,7 +131,26 @@ BROKEN = [
     (starcoder2, plain("starcoder2_biases"), {"norm_epsilon": 0}, "norm_epsilon"),
     (phi3, plain("phi3_long"), {"rope_scaling": {"type": "longrope"}}, "long_factor must be a list of 8"),
     (phi3, plain("phi3_long"), {"partial_rotary_factor": 0.5}, "long_factor must be a list of 4"),
+    (mixtral, plain("mixtral_top2"), {"num_experts_per_tok": 6}, "is 6, but there are 5 experts"),
+    (mixtral, plain("mixtral_top2"), {"num_experts_per_tok": 0}, "num_experts_per_tok must be an integer"),
+    (mixtral, plain("mixtral_top2"), {"num_local_experts": 0}, "num_local_experts must be an integer"),
+    (mixtral, plain("mixtral_top2"), {"num_local_experts": None}, "num_local_experts is missing"),
+    (qwen2_moe, plain("qwen2moe_mixed"), {"num_experts": 10**9}, "num_experts must be an integer"),
+    (qwen2_moe, plain("qwen2moe_mixed"), {"moe_intermediate_size": 0}, "moe_intermediate_size"),
+    (qwen2_moe, plain("qwen2moe_mixed"), {"shared_expert_intermediate_size": None}, "shared_expert_inter"),
+    (qwen2_moe, plain("qwen2moe_mixed"), {"mlp_only_layers": [4]}, "must list layers from 0 to 3"),
+    (qwen2_moe, plain("qwen2moe_mixed"), {"mlp_only_layers": "0"}, "must list layers from 0 to 3"),
+    (qwen2_moe, plain("qwen2moe_mixed"), {"mlp_only_layers": [[0]]}, "must list layers from 0 to 3"),
+    (qwen2_moe, plain("qwen2moe_mixed"), {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    (qwen2_moe, plain("qwen2moe_mixed"), {"decoder_sparse_step": 9}, "leave no layer to the experts"),
+    (qwen3_moe, plain("qwen3moe_tied"), {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
 ]
+
+
+def test_newer_files_call_the_number_of_experts_otherwise():
+    config = plain("qwen3moe_tied")
+    newer = {**config, "num_local_experts": config["num_experts"], "num_experts": None}
+    assert qwen3_moe.config_from_hf(newer) == qwen3_moe.config_from_hf(config)
 
 
 @pytest.mark.parametrize(("family", "config", "changes", "words"), BROKEN)
@@ -126,6 +160,7 @@ def test_a_wrong_config_is_one_clear_line(family, config, changes, words):
     assert "\n" not in str(caught.value)
 
 
+ROUTER = ("blk.0.ffn_gate_inp.weight",)
 GGUF = {
     "block_count": 2, "embedding_length": 48, "attention.head_count": 3, "feed_forward_length": 80,
     "context_length": 256, "vocab_size": 47,
@@ -138,7 +173,11 @@ GGUF = {
         (olmo2, {"attention.sliding_window": 9}, (), "OLMo 3"),
         (llama, {}, ("rope_factors_long.weight",), "long rotary factors"),
         (llama, {"rope.dimension_count": 8}, (), "rope.dimension_count must be the head size, 16"),
-        (llama, {"expert_count": 8}, (), "experts are not supported"),
+        (qwen3, {"expert_count": 8}, (), "this architecture has no experts"),
+        (llama, {"expert_count": 8}, (), "expert_count is 8, but no layer has a router"),
+        (llama, {"expert_count": 8}, ROUTER, "llama.expert_used_count is missing"),
+        (llama, {"expert_count": 8, "expert_used_count": 9}, ROUTER, "is 9, but there are 8 experts"),
+        (llama, {"expert_count": 8, "expert_used_count": 0}, ROUTER, "expert_used_count must be an integer"),
         (phi3, {"rope.scaling.original_context_length": 64}, (), "rope_factors_long.weight is missing"),
         (qwen3, {"block_count": None}, (), "qwen3.block_count is missing"),
         (granite, {"logit_scale": 0.0}, (), "granite.logit_scale must be a number above 0"),

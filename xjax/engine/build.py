@@ -168,14 +168,21 @@ def activation_bytes(model: Model, shapes: StepShapes) -> int:
     config = model.config
     tokens = shapes.prefill[-1][0] + shapes.decode_rows[-1]
     sampled = shapes.decode_rows[-1] + max(shapes.num_scored)
-    width = 4 * config.embed_dim + 3 * config.ffn_dim + 3 * config.num_heads * config.head_dim
-    return 2 * 4 * (tokens * width + sampled * config.vocab_size)
+    ffn_width, expert_size, experts = 3 * config.ffn_dim, 0, getattr(config, "experts", None)
+    if experts is not None:
+        expert_size = 3 * experts.ffn_dim * config.embed_dim  # may be copied to be multiplied
+        each = 3 * experts.ffn_dim + 2 * config.embed_dim
+        ffn_width = max(ffn_width, experts.num_active * each + 3 * experts.shared_ffn_dim)
+    width = 4 * config.embed_dim + ffn_width + 3 * config.num_heads * config.head_dim
+    return 2 * 4 * (tokens * width + expert_size + sampled * config.vocab_size)
 
 
 def widened_bytes(model: Model, platform: str) -> int:
     """Float32 copies of 16-bit weights: the CPU's compiler makes them inside a step, to multiply."""
     leaves = jax.tree.leaves(model.params) if platform == "cpu" else []
-    return sum(4 * leaf.size for leaf in leaves if leaf.dtype.itemsize < 4)
+    narrow = [leaf for leaf in leaves if leaf.dtype.itemsize < 4]
+    # Of experts, which are stacked, one at a time.
+    return sum(4 * leaf.size // (leaf.shape[0] if leaf.ndim == 3 else 1) for leaf in narrow)
 
 
 def make_table(

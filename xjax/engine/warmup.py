@@ -28,7 +28,7 @@ from xjax.config import compiler_environment
 from xjax.engine.audit import audit_donation
 from xjax.engine.step import StepSpec, step
 from xjax.errors import EngineError, LoadError
-from xjax.kernels import attention
+from xjax.kernels import attention, moe
 from xjax.state.batch import BatchShape, packed_length
 
 _STACK_BYTES = 64 << 20  # the compiler recurses deeply over unrolled layers
@@ -326,7 +326,10 @@ class ProgramTable:
 
     def _make(self, shape: BatchShape) -> Program:
         began = time.perf_counter()
-        attention.prepare(self._spec.backend)  # a saved program names functions that must be there by then
+        # A saved program names functions that must be there by then.
+        attention.prepare(self._spec.backend)
+        if getattr(self._spec.config, "experts", None) is not None:
+            moe.prepare(self._spec.backend)
         arguments = self._arguments(shape)
         key = hashlib.sha256(f"{self._fixed}|{shape}".encode()).hexdigest()
         if self._cache is not None:

@@ -14,11 +14,12 @@ _log = logging.getLogger(__name__)
 def choose(kernels: str, platform: str) -> str:
     """Name the backend for an option and a platform ("cpu", "gpu", "tpu").
 
-    "auto" takes Numba's kernels on a CPU that they are fast on. Raises LoadError for kernels that
-    cannot run here.
+    "auto" takes Numba's kernels on a CPU that they are fast on. XLA's own operations are "xla" on a
+    CPU and "accelerator" elsewhere, where other forms of them are fast. Raises LoadError for kernels
+    that cannot run here.
     """
     if kernels == "xla" or (kernels == "auto" and platform != "cpu"):
-        return "xla"
+        return "xla" if platform == "cpu" else "accelerator"
     if platform != "cpu":
         raise LoadError(f"--kernels {kernels} is for CPUs; this device is a {platform}: take --kernels xla")
     lack = _lack()

@@ -36,7 +36,7 @@ from xjax.config import cache_home
 from xjax.errors import LoadError
 
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8  # codes of FFI errors
-FLOAT32, INT32, UINT16 = 11, 4, 7  # element types of FFI buffers
+FLOAT32, BFLOAT16, INT32, UINT16 = 11, 16, 4, 7  # element types of FFI buffers
 DATA = 14 * 8  # offset of an item function's own slots in a job
 
 _VERSION = 3 << 32  # 0.3: major in the low half, minor in the high one

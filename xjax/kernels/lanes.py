@@ -6,6 +6,7 @@ ordinary IR, which LLVM fits to any processor. Addresses are int64 in bytes. Not
 attention's pages or an FFI frame.
 
     product     C[r, :] (+)= sum over k of A[r, k] * B[k, :]     in rising k, each sum on its own
+    dots        C[r, c] (+)= sum over k of A[r, k] * B[c, k]     lane by lane in rising k, then the lanes
     weigh       one row of scores -> exp2(score - highest), with highest, sum and fade kept
     pack_keys, pack_rows   rows -> columns       copy_row, put_row     widened; divided by the sum
 
@@ -218,6 +219,77 @@ def product(height: int, *, row_bytes: int, step_bytes: int, out_bytes: int, fad
                 following.append(_fma(builder, factor, columns[half], loop.values[2 * row + half]))
         for i, value in enumerate(loop.close(following)):
             _store(builder, value, c, i // 2 * out_bytes + i % 2 * _BYTES)
+
+    return _procedure(5, emit)
+
+
+DOT_HEIGHTS = {16: (6, 4, 2, 1), 8: (3, 2, 1, 1), 4: (2, 1, 1, 1)}[LANES]  # 4 * height sums, 4 of B, 1 of A
+DOT_WIDTH = 4
+_FOUR = ir.VectorType(_F32, DOT_WIDTH)
+
+
+def _sums(builder: Any, vectors: list[ir.Value]) -> ir.Value:
+    """The sums over the lanes of DOT_WIDTH vectors, as one vector; each by the same tree."""
+    lanes_each = LANES
+    while len(vectors) > 1:  # halves of two vectors, added up, fill one
+        lanes_each //= 2
+        joined = []
+        for a, b in zip(vectors[::2], vectors[1::2], strict=True):
+            halves = []
+            for half in (0, lanes_each):
+                runs = [i for i in range(2 * LANES) if i & lanes_each == half]
+                halves.append(builder.shuffle_vector(a, b, ir.Constant(_INDEX, runs)))
+            joined.append(builder.fadd(*halves))
+        vectors = joined
+    value = vectors[0]
+    while lanes_each > 1:
+        lanes_each //= 2
+        order = ir.Constant(_INDEX, [i ^ lanes_each for i in range(LANES)])
+        value = builder.fadd(value, builder.shuffle_vector(value, ir.Constant(_VECTOR, ir.Undefined), order))
+    places = ir.Constant(ir.VectorType(_I32, DOT_WIDTH), [i * LANES // DOT_WIDTH for i in range(DOT_WIDTH)])
+    return builder.shuffle_vector(value, ir.Constant(_VECTOR, ir.Undefined), places)
+
+
+def _four(builder: Any, value: ir.Value) -> ir.Value:
+    one = builder.insert_element(ir.Constant(_FOUR, ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, DOT_WIDTH), [0] * DOT_WIDTH))
+
+
+def dots(height: int, *, is_half: bool) -> Any:
+    """Make f(rows, columns, targets, factors, count): `height` rows times DOT_WIDTH columns.
+
+    rows      [height] int64     addresses of count float32 each
+    columns   [DOT_WIDTH] int64  addresses of count float32 each, or of bits of bfloat16
+    targets   [height] int64     where each row's DOT_WIDTH sums are put
+    factors   [height] float32   what they are multiplied by, and then added to what is there; 0: put
+    count     > 0, a multiple of LANES
+    """
+
+    def emit(builder: Any, arguments: Sequence[ir.Value]) -> None:
+        rows, columns, targets, factors, count = arguments
+        lefts = [_load(builder, rows, _I64, 8 * i, align=8) for i in range(height)]
+        rights = [_load(builder, columns, _I64, 8 * i, align=8) for i in range(DOT_WIDTH)]
+        loop = _Loop(builder, count, LANES, [_all(0.0)] * (height * DOT_WIDTH))
+        offset = builder.mul(loop.index, _I64(4))
+        narrow = builder.mul(loop.index, _I64(2)) if is_half else offset
+        values = [_widened(builder, builder.add(right, narrow), is_half) for right in rights]
+        following = []
+        for row, left in enumerate(lefts):
+            x = _load(builder, builder.add(left, offset))
+            for column, value in enumerate(values):
+                following.append(_fma(builder, x, value, loop.values[row * DOT_WIDTH + column]))
+        sums = loop.close(following)
+        found = [_sums(builder, sums[start : start + DOT_WIDTH]) for start in range(0, len(sums), DOT_WIDTH)]
+        places = [_load(builder, targets, _I64, 8 * row, align=8) for row in range(height)]
+        with builder.if_else(builder.icmp_unsigned("==", factors, _I64(0))) as (puts, adds):
+            with puts:
+                for value, place in zip(found, places, strict=True):
+                    _store(builder, value, place)
+            with adds:
+                for row, (value, place) in enumerate(zip(found, places, strict=True)):
+                    factor = _four(builder, _load(builder, factors, _F32, 4 * row))
+                    value = builder.fadd(builder.fmul(value, factor), _load(builder, place, _FOUR))
+                    _store(builder, value, place)
 
     return _procedure(5, emit)
 

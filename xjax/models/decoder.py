@@ -15,6 +15,7 @@ import jax
 from xjax.config import CacheSpec, PagedLayer, page_groups
 from xjax.errors import LoadError
 from xjax.models import layers
+from xjax.models.experts import Experts, read_gguf_experts
 from xjax.models.layers import LayerConfig, LayerParts, Params
 from xjax.models.rope import Rope, angles
 from xjax.models.rope_settings import factors_from_gguf, rope_from_gguf, rope_from_hf
@@ -34,6 +35,7 @@ class Config:
     residual_scale   what each half is multiplied by before it is added
     logit_scale      what logits are multiplied by, before final_soft_cap
     parts            which optional parts a layer has
+    experts          None: every layer has an ordinary feed-forward
     """
 
     num_layers: int
@@ -57,6 +59,13 @@ class Config:
     final_soft_cap: float | None = None
     activation: str = "silu"
     parts: LayerParts = field(default_factory=LayerParts)
+    experts: Experts | None = None
+
+    @property
+    def layer_experts(self) -> tuple[Experts | None, ...]:
+        """The experts of each layer's feed-forward."""
+        dense = range(self.num_layers) if self.experts is None else self.experts.dense_layers
+        return tuple(None if i in dense else self.experts for i in range(self.num_layers))
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -134,18 +143,21 @@ def read_gguf(
     *,
     theta: float = 10000.0,
     is_partial: bool = False,
+    normalizes: bool | None = None,
     **fields: Any,
 ) -> Config:
     """Read what GGUF metadata calls alike, and off the tensors what it does not say; `fields` win.
 
     theta        of the rotary embedding where the file has none
     is_partial   whether a family may rotate only some dimensions of a head
+    normalizes   whether weights of experts sum to one where the file does not say; None: no experts
     """
     embed_dim, num_heads = get.integer("embedding_length"), get.integer("attention.head_count")
     num_kv_heads = get.integer("attention.head_count_kv", num_heads)
     head_dim = get.integer("attention.key_length", max(embed_dim // num_heads, 1))
-    if get.integer("expert_count", 0, low=0):
-        raise LoadError(f"{get.source}: {get.prefix}expert_count is not 0; experts are not supported")
+    has_experts = get.integer("expert_count", 0, low=0) > 0
+    if has_experts and normalizes is None:
+        raise LoadError(f"{get.source}: {get.prefix}expert_count is not 0; this architecture has no experts")
     check_heads(get.source, num_heads, num_kv_heads, head_dim)
     rope_dim = get.integer("rope.dimension_count", head_dim)
     if rope_dim != head_dim and not is_partial:
@@ -168,6 +180,8 @@ def read_gguf(
         "tied": "output.weight" not in tensors,
         "parts": parts,
     }
+    if has_experts and normalizes is not None:
+        found["experts"] = read_gguf_experts(get, tensors, found["num_layers"], normalizes=normalizes)
     if "norm_eps" not in fields:
         found["norm_eps"] = get.number("attention.layer_norm_rms_epsilon", 1e-6)
     if "rope" not in fields:
@@ -203,15 +217,17 @@ def cache_spec(config: Config) -> CacheSpec:
 
 def specs(config: Config) -> Params:
     """Describe every parameter with a ParamSpec."""
-    layer = layers.layer_specs(_layer_config(config, None), config.embed_dim, config.ffn_dim)
-    all_layers = (layer,) * config.num_layers
+    all_layers = tuple(
+        layers.layer_specs(_layer_config(config, None, experts), config.embed_dim, config.ffn_dim)
+        for experts in config.layer_experts
+    )
     return layers.decoder_specs(
         all_layers, config.vocab_size, config.embed_dim,
         tied=config.tied, has_norm_bias=config.parts.norm == "layer",
     )  # fmt: skip
 
 
-def _layer_config(config: Config, window: int | None) -> LayerConfig:
+def _layer_config(config: Config, window: int | None, experts: Experts | None) -> LayerConfig:
     scale = config.query_scale
     return LayerConfig(
         num_heads=config.num_heads,
@@ -224,6 +240,7 @@ def _layer_config(config: Config, window: int | None) -> LayerConfig:
         soft_cap=config.soft_cap,
         residual_scale=config.residual_scale,
         parts=config.parts,
+        experts=experts,
     )
 
 
@@ -251,10 +268,10 @@ def forward(
         local_rope = angles(config.local_rope, batch.rope_position)
     kv, outputs = [], []
     last = len(params.layers) - 1
-    windows, is_local = config.layer_windows, config.local_layers
+    windows, is_local, experts = config.layer_windows, config.local_layers, config.layer_experts
     for i, (layer, pages) in enumerate(zip(params.layers, state.kv, strict=True)):
         window = windows[i]
-        turn, layer_config = local_rope if is_local[i] else rope, _layer_config(config, window)
+        turn, layer_config = local_rope if is_local[i] else rope, _layer_config(config, window, experts[i])
         x, pages = layers.decoder_layer(
             layer, pages, x, paging[window], turn, config=layer_config, wanted=wanted if i == last else None
         )

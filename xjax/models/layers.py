@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from xjax.kernels import attention, head, pages
+from xjax.kernels.activation import activate, gate
+from xjax.models.experts import Experts, ExpertsParams, experts_specs, mix
 from xjax.models.rope import rotate
-from xjax.state.batch import Batch
+from xjax.state.batch import NO_POSITION, Batch
 from xjax.state.kv import LayerKV
 from xjax.state.mesh import ParamSpec
 from xjax.state.quantized import QuantizedArray, Weight, matmul
@@ -76,7 +78,7 @@ class LayerParams:
     """Both halves of a layer."""
 
     attention: AttentionParams
-    feed_forward: FeedForwardParams
+    feed_forward: FeedForwardParams | ExpertsParams
 
 
 @struct.dataclass
@@ -126,6 +128,7 @@ class LayerConfig:
     window           tokens a token looks back on, itself counted; None for all
     activation       "silu", "gelu_tanh" or "gelu"
     residual_scale   what each half is multiplied by before it is added
+    experts          of the feed-forward half, or None: it has none
     """
 
     num_heads: int
@@ -138,6 +141,7 @@ class LayerConfig:
     soft_cap: float | None = None
     residual_scale: float = 1.0
     parts: LayerParts = LayerParts()
+    experts: Experts | None = None
 
 
 @struct.dataclass
@@ -226,13 +230,6 @@ def _add_residual(
     return x + out
 
 
-def _activate(x: jax.Array, kind: str) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    if kind == "silu":
-        return jax.nn.silu(wide).astype(x.dtype)
-    return jax.nn.gelu(wide, approximate=kind == "gelu_tanh").astype(x.dtype)
-
-
 def attention_half(
     params: AttentionParams,
     kv: LayerKV,
@@ -282,20 +279,28 @@ def _norm_heads(x: jax.Array, weight: jax.Array, config: LayerConfig) -> jax.Arr
 
 
 def feed_forward_half(
-    params: FeedForwardParams, x: jax.Array, *, config: LayerConfig, backend: str
+    params: FeedForwardParams | ExpertsParams,
+    x: jax.Array,
+    is_real: jax.Array,
+    *,
+    config: LayerConfig,
+    backend: str,
 ) -> jax.Array:
-    """Pass each token through the network and add the result.
+    """Pass each token through the network, or through its experts, and add the result.
 
-    x        [N, E]   model dtype
-    returns  [N, E]
+    x         [N, E]   model dtype
+    is_real   [N]      bool; the others are padding
+    returns   [N, E]
     """
     normed = norm(x, params.norm, params.norm_bias, config.norm_eps)
+    if isinstance(params, ExpertsParams):
+        assert config.experts is not None
+        out = mix(
+            params, normed, is_real, experts=config.experts, activation=config.activation, backend=backend
+        )
+        return _add_residual(x, out, params.post_norm, config)
     inner = _add_bias(matmul(normed, params.gate_up, backend=backend), params.gate_up_bias)
-    if config.parts.is_gated:
-        half = inner.shape[1] // 2
-        inner = _activate(inner[:, :half], config.activation) * inner[:, half:]
-    else:
-        inner = _activate(inner, config.activation)
+    inner = (gate if config.parts.is_gated else activate)(inner, config.activation)
     out = _add_bias(matmul(inner, params.down, backend=backend), params.down_bias)
     return _add_residual(x, out, params.post_norm, config)
 
@@ -319,7 +324,9 @@ def decoder_layer(
     returns  [N, E] or [J, E], and the pages
     """
     x, kv = attention_half(params.attention, kv, x, paging, rope, config=config, wanted=wanted)
-    return feed_forward_half(params.feed_forward, x, config=config, backend=paging.backend), kv
+    position = paging.position if wanted is None else paging.position[wanted]
+    is_real = position != NO_POSITION
+    return feed_forward_half(params.feed_forward, x, is_real, config=config, backend=paging.backend), kv
 
 
 def embed_tokens(embed: Weight, batch: Batch, scale: float | None = None) -> jax.Array:
@@ -367,7 +374,7 @@ def head_logits(
 def layer_specs(config: LayerConfig, embed_dim: int, ffn_dim: int) -> LayerParams:
     """Describe the parameters of a layer with ParamSpecs."""
     heads, kv_heads, dim, parts = config.num_heads, config.num_kv_heads, config.head_dim, config.parts
-    fused, inner = (heads + 2 * kv_heads) * dim, (2 if parts.is_gated else 1) * ffn_dim
+    fused = (heads + 2 * kv_heads) * dim
     is_whole = parts.qk_norm == "whole"
     sizes = (heads * dim, kv_heads * dim) if is_whole else (dim, dim)
     q_norm, k_norm = (_factor(size) if parts.qk_norm else None for size in sizes)
@@ -386,15 +393,24 @@ def layer_specs(config: LayerConfig, embed_dim: int, ffn_dim: int) -> LayerParam
             post_norm=post_norm,
             norm_bias=norm_bias,
         ),
-        FeedForwardParams(
-            norm=pre_norm,
-            gate_up=_spec((inner, embed_dim), ("ffn", "embed"), units=ffn_dim),
-            down=_spec((embed_dim, ffn_dim), ("embed", "ffn")),
-            gate_up_bias=_bias(inner, "ffn", ffn_dim) if parts.mlp_bias else None,
-            down_bias=_bias(embed_dim, "embed") if parts.mlp_bias else None,
-            post_norm=post_norm,
-            norm_bias=norm_bias,
+        _feed_forward_specs(
+            config, embed_dim, ffn_dim, norm=pre_norm, post_norm=post_norm, norm_bias=norm_bias
         ),
+    )
+
+
+def _feed_forward_specs(
+    config: LayerConfig, embed_dim: int, ffn_dim: int, **norms: Any
+) -> FeedForwardParams | ExpertsParams:
+    if config.experts is not None:
+        return experts_specs(config.experts, embed_dim, **norms)
+    inner, has_bias = (2 if config.parts.is_gated else 1) * ffn_dim, config.parts.mlp_bias
+    return FeedForwardParams(
+        gate_up=_spec((inner, embed_dim), ("ffn", "embed"), units=ffn_dim),
+        down=_spec((embed_dim, ffn_dim), ("embed", "ffn")),
+        gate_up_bias=_bias(inner, "ffn", ffn_dim) if has_bias else None,
+        down_bias=_bias(embed_dim, "embed") if has_bias else None,
+        **norms,
     )
 
 

@@ -26,7 +26,7 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
 
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
     """Read GGUF metadata; what the metadata does not say is read off the tensors that are there."""
-    return read_gguf(Settings(values, "GGUF metadata", "llama."), tensors)
+    return read_gguf(Settings(values, "GGUF metadata", "llama."), tensors, normalizes=True)
 
 
 FAMILY = Family(

@@ -10,7 +10,22 @@ from types import ModuleType
 from typing import Any
 
 from xjax.errors import LoadError
-from xjax.models import gemma2, gemma3, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, starcoder2
+from xjax.models import (
+    gemma2,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    starcoder2,
+)  # fmt: skip
 from xjax.models.family import Family
 
 
@@ -39,6 +54,9 @@ _FAMILIES = (
     Entry("Mistral, Ministral", mistral, ("MistralForCausalLM", "MinistralForCausalLM"), ()),
     Entry("Qwen 2, Qwen 2.5", qwen2, ("Qwen2ForCausalLM",), ("qwen2",)),
     Entry("Qwen 3", qwen3, ("Qwen3ForCausalLM",), ("qwen3",)),
+    Entry("Qwen 1.5 MoE, Qwen 2 MoE", qwen2_moe, ("Qwen2MoeForCausalLM",), ("qwen2moe",)),
+    Entry("Qwen 3 MoE", qwen3_moe, ("Qwen3MoeForCausalLM",), ("qwen3moe",)),
+    Entry("Mixtral", mixtral, ("MixtralForCausalLM",), ()),
     Entry("Gemma 2", gemma2, ("Gemma2ForCausalLM",), ("gemma2",)),
     Entry("Gemma 3 (text)", gemma3, ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3",)),
     Entry("Phi-3, Phi-4-mini", phi3, ("Phi3ForCausalLM",), ("phi3",)),

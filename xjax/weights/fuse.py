@@ -1,7 +1,7 @@
 """How tensors of a file are laid into one array: pure functions over numpy arrays.
 
-Every function works on the first axis alone, that of a weight's outputs, so it serves what lies beside
-a matrix (a bias, scales, zero points) as well as the matrix. No names, no files.
+Every function works on the axis of a weight's outputs alone, the first, or with experts the second: so it
+serves what lies beside a matrix (a bias, scales, zero points) as well as the matrix. No names, no files.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,6 +46,21 @@ def stack(out: Array, parts: Sequence[Array]) -> None:
     for part in parts:
         out[start : start + len(part)] = part
         start += len(part)
+
+
+def stack_experts(out: Array, parts: Sequence[Array]) -> None:
+    """Lay the matrices of experts one behind the other.
+
+    out     [X, rows, ...]   written
+    parts   [X, part of rows, ...] each; or [part of rows, ...] each, all of the first expert first
+    """
+    if parts[0].ndim < out.ndim:
+        stack(out.reshape(-1, *out.shape[2:]), parts)
+        return
+    start = 0
+    for part in parts:
+        out[:, start : start + part.shape[1]] = part
+        start += part.shape[1]
 
 
 def shift(out: Array, parts: Sequence[Array], offset: float) -> None:

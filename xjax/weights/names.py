@@ -6,8 +6,10 @@ without the prefix that counts layers. Nothing is read here.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+
+from xjax.models.naming import TensorNames
 
 _HF_LAYER = "model.layers.{}."
 _HF_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -26,6 +28,15 @@ _HF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "feed_forward.gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
     "feed_forward.down": ("mlp.down_proj.weight",),
     "feed_forward.down_bias": ("mlp.down_proj.bias",),
+    "feed_forward.router": ("mlp.gate.weight",),
+    "feed_forward.experts.gate_up": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "feed_forward.experts.down": ("mlp.experts.{}.down_proj.weight",),
+    "feed_forward.shared.gate": ("mlp.shared_expert_gate.weight",),
+    "feed_forward.shared.gate_up": (
+        "mlp.shared_expert.gate_proj.weight",
+        "mlp.shared_expert.up_proj.weight",
+    ),
+    "feed_forward.shared.down": ("mlp.shared_expert.down_proj.weight",),
 }
 _GGUF_LAYER = "blk.{}."
 _GGUF_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -45,7 +56,22 @@ _GGUF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "feed_forward.gate_up_bias": ("ffn_gate.bias", "ffn_up.bias"),
     "feed_forward.down": ("ffn_down.weight",),
     "feed_forward.down_bias": ("ffn_down.bias",),
+    "feed_forward.router": ("ffn_gate_inp.weight",),
+    "feed_forward.experts.gate_up": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "feed_forward.experts.down": ("ffn_down_exps.weight",),
+    "feed_forward.shared.gate": ("ffn_gate_inp_shexp.weight",),
+    "feed_forward.shared.gate_up": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    "feed_forward.shared.down": ("ffn_down_shexp.weight",),
     "feed_forward.post_norm": ("post_ffw_norm.weight",),
+}
+# Where the tensors of a field are when they are not above: a tensor an expert in old files, or a stack.
+_HF_ELSE: Mapping[str, tuple[str, ...]] = {
+    "feed_forward.experts.gate_up": ("mlp.experts.gate_up_proj",),
+    "feed_forward.experts.down": ("mlp.experts.down_proj",),
+}
+_GGUF_ELSE: Mapping[str, tuple[str, ...]] = {
+    "feed_forward.experts.gate_up": ("ffn_gate.{}.weight", "ffn_up.{}.weight"),
+    "feed_forward.experts.down": ("ffn_down.{}.weight",),
 }
 # Tensors that a family's config was read from, or that say nothing it does not: tables of angles.
 _REDUNDANT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight)$")
@@ -58,21 +84,28 @@ class Names:
     """Names of one checkpoint kind and family.
 
     layer    pattern of a layer's prefix     fields   tensor names by field
+    others   of some fields, names that are used where the first of `fields` is not there
     """
 
     layer: str
     fields: Mapping[str, tuple[str, ...]]
+    others: Mapping[str, tuple[str, ...]]
 
-    def of(self, field: str, layer_id: int | None) -> tuple[str, ...]:
-        """Tensors that a field is made of."""
+    def of(self, field: str, layer_id: int | None, tensors: Container[str]) -> tuple[str, ...]:
+        """Tensors that a field is made of, of those in a file; "{}" stands for an expert's number."""
         prefix = "" if layer_id is None else self.layer.format(layer_id)
-        return tuple(prefix + name for name in self.fields[field])
+        names = tuple(prefix + name for name in self.fields[field])
+        others = tuple(prefix + name for name in self.others.get(field, ()))
+        is_elsewhere = others and names[0].format(0) not in tensors and others[0].format(0) in tensors
+        return others if is_elsewhere else names
 
 
-def names_for(kind: str, changes: Mapping[str, str]) -> Names:
+def names_for(kind: str, changes: Mapping[str, TensorNames]) -> Names:
     """Names of a checkpoint kind, "hf" or "gguf", with a family's changes."""
-    layer, fields = (_GGUF_LAYER, _GGUF_FIELDS) if kind == "gguf" else (_HF_LAYER, _HF_FIELDS)
-    return Names(layer, {**fields, **{field: (name,) for field, name in changes.items()}})
+    is_gguf = kind == "gguf"
+    layer, fields = (_GGUF_LAYER, _GGUF_FIELDS) if is_gguf else (_HF_LAYER, _HF_FIELDS)
+    own = {field: (names,) if isinstance(names, str) else names for field, names in changes.items()}
+    return Names(layer, {**fields, **own}, _GGUF_ELSE if is_gguf else _HF_ELSE)
 
 
 def text_name(name: str) -> str | None:

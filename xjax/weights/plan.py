@@ -5,7 +5,7 @@ xjax.checkpoints, what an array is for to xjax.models.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,10 @@ from xjax.checkpoints.checkpoint import Checkpoint, TensorView
 from xjax.errors import LoadError
 from xjax.models.family import Family
 from xjax.state.mesh import ParamSpec
-from xjax.weights.fuse import Fuse, fuse_qkv, shift, stack
+from xjax.weights.fuse import Fuse, fuse_qkv, shift, stack, stack_experts
 from xjax.weights.names import Names, names_for, text_name, unexplained
+
+_GATED = ("feed_forward.gate_up", "feed_forward.gate_up_bias", "feed_forward.shared.gate_up")
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,27 @@ class Planner:
         """Plan the array at a path of the tree, a key path as jax.tree_util has it."""
         layer_id = path[1].idx if path[0].name == "layers" else None
         field = ".".join(part.name for part in (path if layer_id is None else path[2:]))
-        names = self._names.of(field, layer_id)
-        views = tuple(self._find(name) for name in names)
-        shapes, fuse = self._recipe(field, spec, len(names))
+        names = self._names.of(field, layer_id, self._views)
+        is_each = "{}" in names[0]  # of the experts has a tensor of its own
+        numbers = range(spec.shape[0] if is_each else 1)
+        views = tuple(self._find(name.format(i), spec.shape) for i in numbers for name in names)
+        if field in ("feed_forward.experts.gate_up", "feed_forward.experts.down"):
+            shapes, fuse = _experts_recipe(spec, len(views), is_each)
+        else:
+            shapes, fuse = self._recipe(field, spec, len(views))
         for view, shape in zip(views, shapes, strict=True):
             if view.shape != shape:
                 expected = f"must have shape {shape}, found {view.shape}"
                 raise LoadError(f"{view.file}: tensor {view.name} {expected}")
         return LeafPlan(spec, views, fuse)
 
-    def _find(self, name: str) -> TensorView:
+    def _find(self, name: str, shape: Sequence[int]) -> TensorView:
         if name not in self._views:
             raise LoadError(f"{self._checkpoint.path}: tensor {name} is missing")
         self._used.add(name)
-        return self._views[name]
+        view = self._views[name]
+        # Some files have a matrix of one row as a vector.
+        return replace(view, shape=tuple(shape)) if (1, *view.shape) == shape else view
 
     def _recipe(
         self, field: str, spec: ParamSpec, num_tensors: int
@@ -75,7 +84,7 @@ class Planner:
             if num_tensors == 1:
                 return [spec.shape], fuse
             return [(count * dim, *rest) for count in (heads, kv_heads, kv_heads)], fuse
-        if field in ("feed_forward.gate_up", "feed_forward.gate_up_bias") and num_tensors == 2:
+        if field in _GATED and num_tensors == 2:
             return [(spec.shape[0] // 2, *rest)] * 2, stack
         offset = 0.0 if self._is_gguf or not field.endswith("norm") else naming.hf_norm_offset
         return [spec.shape], partial(shift, offset=offset) if offset else stack
@@ -90,3 +99,13 @@ class Planner:
             raise LoadError(
                 f"{view.file}: tensor {view.name}{more} has no place in the model its config describes"
             )
+
+
+def _experts_recipe(
+    spec: ParamSpec, num_tensors: int, is_each: bool
+) -> tuple[Sequence[tuple[int, ...]], Fuse]:
+    """The same of the experts' weights [X, Out, In]: stacks of all, or a tensor each."""
+    count, rows, *rest = spec.shape
+    if is_each:
+        return [(rows * count // num_tensors, *rest)] * num_tensors, stack_experts
+    return [(count, rows // num_tensors, *rest)] * num_tensors, stack_experts

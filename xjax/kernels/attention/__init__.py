@@ -32,7 +32,11 @@ def _numba(*arrays: jax.Array, **static: Any) -> jax.Array:
     return numba.attend(*arrays, **static)
 
 
-_BACKENDS: dict[str, Callable[..., jax.Array]] = {"xla": xla.attend, "numba": _numba}
+_BACKENDS: dict[str, Callable[..., jax.Array]] = {
+    "xla": xla.attend,
+    "accelerator": xla.attend,
+    "numba": _numba,
+}
 
 
 def prepare(backend: str) -> None:

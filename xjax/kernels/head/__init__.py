@@ -13,8 +13,8 @@ import jax
 
 from xjax.kernels.head import xla
 
-# Numba has no form of its own yet.
-_BACKENDS: dict[str, Callable[..., jax.Array]] = {"xla": xla.logits, "numba": xla.logits}
+# The others have no form of their own yet.
+_BACKENDS: dict[str, Callable[..., jax.Array]] = dict.fromkeys(("xla", "accelerator", "numba"), xla.logits)
 
 
 def logits(h: jax.Array, w: jax.Array, *, soft_cap: float | None = None, backend: str = "xla") -> jax.Array:

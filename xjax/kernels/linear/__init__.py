@@ -20,12 +20,10 @@ import jax
 
 from xjax.kernels.linear import xla
 
-# Numba has no forms of its own yet.
-_LINEAR: dict[str, Callable[..., jax.Array]] = {"xla": xla.linear, "numba": xla.linear}
-_QUANTIZED: dict[str, Callable[..., jax.Array]] = {
-    "xla": xla.linear_quantized,
-    "numba": xla.linear_quantized,
-}
+# The others have no forms of their own yet.
+_NAMES = ("xla", "accelerator", "numba")
+_LINEAR: dict[str, Callable[..., jax.Array]] = dict.fromkeys(_NAMES, xla.linear)
+_QUANTIZED: dict[str, Callable[..., jax.Array]] = dict.fromkeys(_NAMES, xla.linear_quantized)
 
 
 def linear(x: jax.Array, w: jax.Array, *, backend: str = "xla") -> jax.Array:

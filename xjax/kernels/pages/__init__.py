@@ -20,8 +20,10 @@ import jax.numpy as jnp
 
 from xjax.kernels.pages import xla
 
-# One scatter is as fast as the memory, so Numba needs no form of its own.
-_BACKENDS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": xla.write, "numba": xla.write}
+# One scatter is as fast as the memory, so nobody needs another form.
+_BACKENDS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = dict.fromkeys(
+    ("xla", "accelerator", "numba"), xla.write
+)
 
 
 def page_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:

@@ -1,0 +1,125 @@
+"""Weights of experts out of every form of file, and what is wrong with them by name."""
+
+import json
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.golden.checkpoints import write_folder
+from tests.golden.families import FAMILY_CASES
+from tests.golden.gguf_families import write_family
+from tests.golden.recipe import weights
+from xjax.checkpoints.checkpoint import open_checkpoint
+from xjax.errors import LoadError
+from xjax.models.registry import load_config
+from xjax.weights.load import load_params
+
+pytestmark = pytest.mark.device
+
+FIRST = "model.layers.0.mlp.experts."
+
+
+def load(path):
+    checkpoint = open_checkpoint(path)
+    family, config = load_config(
+        checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors
+    )
+    return load_params(checkpoint, family, config, dtype=jnp.dtype("float32"))
+
+
+def assert_same(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(FAMILY_CASES["qwen2moe_shared"], tmp_path)
+
+
+def change(folder, edit, **config):
+    """Rewrite a folder's tensors and config."""
+    path = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    edit(tensors)
+    safetensors.numpy.save_file(tensors, path)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | config))
+
+
+def test_layout(folder):
+    """Of each expert the gate over the rest."""
+    params, named = load(folder), weights(FAMILY_CASES["qwen2moe_shared"])
+    half = params.layers[1].feed_forward
+    prefix = "model.layers.1.mlp."
+    for expert in range(6):
+        gate, up, down = (
+            named[f"{prefix}experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
+        np.testing.assert_array_equal(half.experts.gate_up[expert], np.concatenate([gate, up]))
+        np.testing.assert_array_equal(half.experts.down[expert], down)
+    np.testing.assert_array_equal(half.router, named[prefix + "gate.weight"])
+    np.testing.assert_array_equal(half.shared.gate, named[prefix + "shared_expert_gate.weight"])
+    assert half.router.dtype == jnp.float32
+
+
+def test_stacked_in_a_folder(folder):
+    """As a model has them in memory since version 5 of transformers."""
+    wanted = load(folder)
+
+    def stack(tensors):
+        for layer in range(2):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            parts = {
+                part: np.stack([tensors.pop(f"{prefix}{i}.{part}_proj.weight") for i in range(6)])
+                for part in ("gate", "up", "down")
+            }
+            tensors[prefix + "gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+            tensors[prefix + "down_proj"] = parts["down"]
+
+    change(folder, stack)
+    assert_same(load(folder), wanted)
+
+
+def test_gate_of_the_shared_expert_as_a_vector(tmp_path, monkeypatch):
+    """Converters wrote it so for a time."""
+    case = FAMILY_CASES["qwen2moe_shared"]
+    wanted = load(write_folder(case, tmp_path / "folder"))
+    add, found = gguf.GGUFWriter.add_tensor, []
+
+    def squeezed(writer, name, values, **options):
+        if name.endswith("ffn_gate_inp_shexp.weight"):
+            found.append(name)
+            values = values.reshape(-1)
+        add(writer, name, values, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", squeezed)
+    params = load(write_family(case, tmp_path / "model.gguf"))
+    assert len(found) == 2
+    assert_same(params, wanted)
+
+
+@pytest.mark.parametrize(
+    ("edit", "config", "words"),
+    [
+        (lambda t: t.pop(FIRST + "3.up_proj.weight"), {}, r"tensor .*experts\.3\.up_proj\.weight is missing"),
+        (lambda t: t.pop("model.layers.0.mlp.gate.weight"), {}, r"tensor .*mlp\.gate\.weight is missing"),
+        (lambda t: t.update({FIRST + "2.down_proj.weight": np.zeros((48, 25), np.float32)}), {},
+         r"experts\.2\.down_proj\.weight must have shape \(48, 24\), found \(48, 25\)"),
+        (lambda t: t.update({"model.layers.0.mlp.gate.weight": np.zeros((5, 48), np.float32)}), {},
+         r"mlp\.gate\.weight must have shape \(6, 48\), found \(5, 48\)"),
+        (lambda t: None, {"num_experts": 7}, r"gate\.weight must have shape \(7, 48\), found \(6, 48\)"),
+        (lambda t: t.update({FIRST + "6.down_proj.weight": np.zeros((48, 24), np.float32)}), {},
+         r"experts\.6\.down_proj\.weight has no place"),
+        (lambda t: None, {"mlp_only_layers": [0]}, "is missing"),
+    ],
+)  # fmt: skip
+def test_faults_are_named(folder, edit, config, words):
+    change(folder, edit, **config)
+    with pytest.raises(LoadError, match=words) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
