@@ -79,10 +79,12 @@ def llama3_factors(config: dict[str, Any]) -> np.ndarray:
     return np.asarray(factors, np.float32)
 
 
-def write_gguf(case: Case, path: Path, *, quantize: gguf.GGMLQuantizationType | None = None) -> Path:
-    """Write one GGUF file, float32 or with its matrices quantized."""
+def write_gguf(
+    case: Case, path: Path, *, quantize: gguf.GGMLQuantizationType | None = None, split: int = 0
+) -> Path:
+    """Write one GGUF file, float32 or with its matrices quantized; or files of `split` tensors each."""
     config, is_gemma = case.config, case.config["model_type"] == "gemma3_text"
-    writer = gguf.GGUFWriter(path, "gemma3" if is_gemma else "llama")
+    writer = gguf.GGUFWriter(path, "gemma3" if is_gemma else "llama", split_max_tensors=split)
     _write_metadata(writer, config, is_gemma)
     names = _GGUF_NAMES | (_GEMMA_NORMS if is_gemma else _LLAMA_NORMS)
     for name, values in weights(case).items():

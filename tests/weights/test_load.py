@@ -60,6 +60,17 @@ def test_gguf_equals_folder(name, tmp_path):
     assert dataclasses.replace(gguf_config, norm_eps=config.norm_eps, **changes) == config
 
 
+def test_split_gguf(tmp_path):
+    case = CASES["llama_llama3"]
+    config, params = load(write_gguf(case, tmp_path / "one.gguf"))
+    write_gguf(case, tmp_path / "m.gguf", split=7)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 3
+    split_config, split_params = load(parts[1])
+    assert split_config == config
+    assert_same(split_params, params)
+
+
 def test_gguf_llama3_factors(tmp_path):
     config, params = load(write_folder(CASES["llama_llama3"], tmp_path / "hf"))
     gguf_config, gguf_params = load(write_gguf(CASES["llama_llama3"], tmp_path / "model.gguf"))

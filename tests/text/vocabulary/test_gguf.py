@@ -60,6 +60,15 @@ def test_ends_of_turns_by_name():
     assert from_gguf(plain).eos_ids == {5}
 
 
+def test_ids_that_a_file_of_pieces_leaves_out():
+    unsaid = {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.eos_token_id": None}
+    tokenizer = from_gguf(gguf_pieces(**unsaid))
+    assert tokenizer.prefix == (1,)
+    assert tokenizer.eos_ids == {2}
+    kinds = [2, 1, 1, *gguf_pieces()["tokenizer.ggml.token_type"][3:]]  # plain pieces lie there
+    assert from_gguf(gguf_pieces(**unsaid, **{"tokenizer.ggml.token_type": kinds})).prefix == ()
+
+
 def test_ends_around_a_prompt():
     tokenizer = from_gguf(gguf_pieces(**{"tokenizer.ggml.add_eos_token": True}))
     assert spelled(tokenizer, "a") == ["<s>", "▁a", "</s>"]
@@ -70,6 +79,7 @@ def test_ends_around_a_prompt():
     [
         ({}, "no vocabulary"),
         ({"tokenizer.ggml.model": "bert"}, "kind 'bert'; known: gpt2, llama"),
+        *(({"tokenizer.ggml.model": kind}, f"kind '{kind}'") for kind in ("t5", "rwkv", "plamo2", "none")),
         ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.tokens"),
         (gguf_bytes(**{"tokenizer.ggml.pre": "martian"}), r"rule 'martian'.*known: .*smollm"),
         (gguf_bytes(**{"tokenizer.ggml.merges": None}), "no tokenizer.ggml.merges"),

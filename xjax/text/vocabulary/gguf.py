@@ -30,6 +30,9 @@ _TURN_ENDS = frozenset(
     )
 )
 
+# Ids that the "llama" kind means where a file names none.
+_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+
 
 @dataclass(frozen=True)
 class Specials:
@@ -65,6 +68,12 @@ def build_vocabulary(metadata: Mapping[str, Any], cache_dir: Path | None) -> tup
             prefix_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
         )
         tokenizer = build_pieces(check_pieces(pieces, "tokenizer.ggml"), cache_dir)
+        unsaid = {
+            f"tokenizer.ggml.{key}": token_id
+            for key, token_id in _LLAMA_IDS.items()
+            if token_id < len(kinds) and kinds[token_id] == Kind.CONTROL
+        }
+        metadata = {**unsaid, **metadata}
         return tokenizer, _specials(metadata, tokens, kinds, add_bos=True)
     split = split_named(_text(metadata.get("tokenizer.ggml.pre", "default")))
     tokenizer = _byte_level(metadata, tokens, kinds, split)

@@ -31,6 +31,8 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|" + _SPACES
 )
+_LONG_DIGITS = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+|" + _LINES
+_BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 _SEED = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|" + _SPACES
 
 
@@ -55,11 +57,24 @@ _RULES: tuple[tuple[Split, tuple[str, ...]], ...] = (
     (Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")), ("falcon",)),
     (
         Split((_GPT2,)),
-        ("gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "trillion", "exaone4", "granite-docling"),
+        (
+            "gpt-2",
+            "gpt2",
+            "mpt",
+            "olmo",
+            "jais",
+            "phi-2",
+            "trillion",
+            "exaone4",
+            "granite-docling",
+            "gigachat",
+            "a.x-4.0",
+            "mellum",
+        ),
     ),
     (
         Split((r"\p{N}", _GPT2)),
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
     ),
     (
         Split((_LLAMA3,), whole_words=True, add_bos=True),
@@ -68,14 +83,27 @@ _RULES: tuple[tuple[Split, tuple[str, ...]], ...] = (
     (Split((_LLAMA3,)), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
     (
         Split((_QWEN2,)),
-        ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "grok-2", "kormo", "solar-open"),
+        (
+            "qwen2",
+            "stablelm2",
+            "deepseek-r1-qwen",
+            "hunyuan",
+            "megrez",
+            "grok-2",
+            "kormo",
+            "solar-open",
+            "f2llmv2",
+        ),
     ),
     (Split((_QWEN35,)), ("qwen35",)),
     (Split((_TEKKEN,), whole_words=True, add_bos=True), ("tekken",)),
-    (Split((_GPT4O,)), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
-    (Split((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)), ("deepseek-v3", "hunyuan-dense")),
+    (Split((_GPT4O,)), ("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie")),
+    (Split((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)), ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
     (Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")), ("deepseek-coder",)),
     (Split((_SEED,)), ("seed-coder",)),
+    (Split((r"\p{N}{1,3}", _LONG_DIGITS), whole_words=True), ("minicpm5",)),
+    (Split((_BLOOM,)), ("bloom", "poro-chat", "gpt3-finnish")),
+    (Split((_BLOOM, r"\p{N}")), ("viking",)),
 )
 _RULE_BY_NAME = {name: rule for rule, names in _RULES for name in names}
 
