@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from xjax.checkpoints.dequantize import BLOCK_TYPES
+from xjax.checkpoints.quantized.methods import METHODS
 from xjax.config import EngineOptions
 from xjax.models.registry import Entry, supported
 from xjax.request import SamplingParams
@@ -270,6 +271,33 @@ Refused with a line that says so: vision towers' inputs, OLMo 3, and any archite
 ## Tensor types
 
 """
+MODELS_QUANTIZED = """\
+
+## Quantized folders
+
+What `quantization_config` of `config.json` says, by `quant_method`. Codes stay as they are, 4-bit ones two in
+a byte, and stand for the difference of code and zero times the scale: in float32 the product that the
+reference package rounds to the type of its scales, to the bit.
+
+"""
+MODELS_QUANTIZED_TESTS = """\
+
+Tested: random matrices packed by the named package, against what it makes of them, to the bit; a tiny Llama
+in most forms against the logits of transformers on the same numbers, within 1e-4; each part left out moves
+them by over 100 times that; missing, cut and mistyped tensors and nonsense settings are errors of one line.
+
+- Weights are quantized, activations are not: an 8-bit model for 8-bit activations runs with the model's
+  dtype, which is more exact than what it was made for, and slower.
+- q, k and v, or gate and up, are one product. Where they have different orders of inputs (`desc_act`), kinds
+  or groups, or some are not quantized, they become numbers; as do an embedding and the experts of a mixture.
+- Which modules are quantized follows from the tensors that are there, not from lists in the config.
+- A product turns its codes into numbers block by block; kernels that multiply codes are not there yet, so
+  such a model takes less memory, not less time.
+
+Refused with a line that says so: bitsandbytes, hqq, aqlm, quanto, torchao and any method not listed; AWQ's
+`gemv` forms, Marlin's, 4-bit floats, sparse and rotated weights. Take a bfloat16 or GGUF form of the model,
+or one of the methods above.
+"""
 _REAL_MODELS = {"llama": "SmolLM2-135M", "gemma3": "Gemma-3-270M"}
 
 
@@ -282,14 +310,17 @@ def _model_row(entry: Entry) -> list[str]:
 
 
 def models_page() -> str:
-    """Text of docs/models.md: every family of the registry, and what its tensors may be stored as."""
+    """Text of docs/models.md: every family of the registry, and how tensors may be stored and quantized."""
     head = ["family", "`config.json`", "GGUF", "what it is", "tested by"]
     text = "# Models\n\n" + NOTE + MODELS_INTRODUCTION + _table(head, map(_model_row, supported()))
     readable = [block for block in BLOCK_TYPES.values() if block.decode is not None]
     plain = [f"`{block.name}`" for block in readable if block.block_size == 1 and "float" in block.name]
     packed = [f"`{block.name}`" for block in readable if block.block_size > 1]
     rows = [["safetensors, GGUF", ", ".join(plain)], ["GGUF", ", ".join(packed)]]
-    return text + MODELS_TESTS + _table(["in", "read"], rows)
+    text += MODELS_TESTS + _table(["in", "read"], rows)
+    methods = ([f"`{method.name}`", method.bits, method.what, method.tested] for method in METHODS)
+    text += MODELS_QUANTIZED + _table(["method", "bits", "what is read", "tested against"], methods)
+    return text + MODELS_QUANTIZED_TESTS
 
 
 PAGES = {

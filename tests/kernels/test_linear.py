@@ -1,10 +1,14 @@
 """Products with weights, as numbers and as codes, against numpy in float64."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from xjax.kernels.linear import linear, linear_quantized
+from xjax.kernels.linear.xla import dequantize, rows_at_a_time
 
 pytestmark = pytest.mark.device
 
@@ -46,3 +50,65 @@ def test_codes(group, has_minimum):
         None if minimum is None else jnp.asarray(minimum),
     )
     np.testing.assert_allclose(found, x @ w.T, rtol=1e-4, atol=1e-3)
+
+
+def _numbers(kind, rng, num_out, num_in):
+    """Codes of a kind, and what they stand for."""
+    if kind == "int4":
+        codes = rng.integers(0, 256, (num_out, num_in // 2)).astype(np.uint8)
+        return codes, np.stack([codes & 15, codes >> 4], -1).reshape(num_out, num_in).astype(np.float64) - 8
+    if kind == "int8":
+        codes = rng.integers(-128, 128, (num_out, num_in)).astype(np.int8)
+        return codes, codes.astype(np.float64)
+    codes = rng.integers(0, 120, (num_out, num_in)).astype(np.uint8).view(jnp.dtype(kind))
+    return codes, codes.astype(np.float64)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_kinds_of_codes(kind, rows):
+    """In blocks of outputs whose number divides evenly and whose does not."""
+    rng = np.random.default_rng(2)
+    for num_out, num_in in ((11, 96), (700, 96), (512, 160)):
+        x = rng.standard_normal((rows, num_in)).astype(np.float32)
+        codes, values = _numbers(kind, rng, num_out, num_in)
+        scales = (rng.uniform(0.5, 1, (num_out, num_in // 32)) / np.abs(values).max()).astype(np.float32)
+        zeros = rng.integers(-8, 8, scales.shape).astype(np.int8)
+        w = (values - np.repeat(zeros, 32, 1)) * np.repeat(scales.astype(np.float64), 32, 1)
+        parts = [jnp.asarray(part) for part in (x, codes, scales)]
+        found = linear_quantized(*parts, None, jnp.asarray(zeros))
+        np.testing.assert_allclose(found, x @ w.T, rtol=1e-4, atol=1e-4)
+    assert rows_at_a_time(11, 96) == 11
+    assert rows_at_a_time(700, 96) < 700
+
+
+def test_dequantized_bits():
+    """A difference of whole numbers times a scale, rounded once."""
+    rng = np.random.default_rng(3)
+    codes = rng.integers(-128, 128, (64, 96)).astype(np.int8)
+    zeros = rng.integers(-128, 128, (64, 3)).astype(np.int8)
+    scales = rng.uniform(1e-4, 1, (64, 3)).astype(np.float32)
+    wanted = (codes.astype(np.int32) - np.repeat(zeros, 32, 1)).astype(np.float32) * np.repeat(scales, 32, 1)
+    found = jax.jit(partial(dequantize, dtype=jnp.dtype("float32")))(codes, scales, None, zeros)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 160])
+def test_a_block_of_numbers_at_a_time(rows):
+    """A step over many matrices never holds the numbers of all: the compiler would begin with them."""
+    size, layers = 1024, 8
+
+    def run(x, parts):
+        for codes, scales in parts:
+            x = x + linear_quantized(x, codes, scales)
+        return x
+
+    codes = jax.ShapeDtypeStruct((size, size // 2), jnp.uint8)
+    scales = jax.ShapeDtypeStruct((size, size // 32), jnp.float32)
+    x = jax.ShapeDtypeStruct((rows, size), jnp.float32)
+    compiled = jax.jit(run).lower(x, [(codes, scales)] * layers).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    block = 4 * size * rows_at_a_time(size, size)
+    assert block <= 2 * size * size
+    assert analysis.temp_size_in_bytes < 2 * block + 4 * layers * 4 * rows * size

@@ -13,11 +13,15 @@ from typing import Any, Literal
 
 from xjax.checkpoints.gguf import read_gguf
 from xjax.checkpoints.metadata import read_json, read_optional_json
+from xjax.checkpoints.quantized.codes import QuantizedView
+from xjax.checkpoints.quantized.methods import gather
 from xjax.checkpoints.safetensors import read_safetensors
 from xjax.checkpoints.tensor import TensorView
 from xjax.errors import LoadError
 
-__all__ = ["Checkpoint", "TensorView", "open_checkpoint"]
+__all__ = ["Checkpoint", "QuantizedView", "TensorView", "View", "open_checkpoint"]
+
+View = TensorView | QuantizedView
 
 _LATER_PART = re.compile(r"-(?!00001-of-)\d{5}-of-\d{5}\.gguf$")
 
@@ -30,7 +34,7 @@ class Checkpoint:
     path               the folder or the (first) file
     config             config.json, or the GGUF metadata by key
     generation_config  generation_config.json, {} if there is none
-    tensors            by the name in the file
+    tensors            by the name in the file; of a quantized module its weight as a whole
     files              the weight files, in order
     architecture       config's first "architectures", or GGUF's general.architecture
     """
@@ -39,7 +43,7 @@ class Checkpoint:
     path: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
-    tensors: Mapping[str, TensorView]
+    tensors: Mapping[str, View]
     files: tuple[Path, ...]
     architecture: str
 
@@ -66,7 +70,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise LoadError(f"{folder / 'config.json'}: 'architectures' does not name a model class")
     generation_config = read_optional_json(folder / "generation_config.json")
-    tensors, files = read_safetensors(folder)
+    stored, files = read_safetensors(folder)
+    legacy = read_optional_json(folder / "quantize_config.json")
+    tensors = gather(config, legacy, stored, folder)
     return Checkpoint("hf", folder, config, generation_config, tensors, files, architectures[0])
 
 

@@ -105,7 +105,7 @@ class TensorView:
         """
         self._check_decodable()
         values = dequantize(self.raw(), self.dtype, self.shape)
-        self.mapped.release(self.start, self.num_bytes)
+        self.release()
         return values
 
     def read_into(self, out: npt.NDArray[Any]) -> None:
@@ -135,6 +135,10 @@ class TensorView:
         assert start + size <= self.start + self.num_bytes, (first, out.shape, self.shape)
         dequantize_into(self.mapped.data[start : start + size], self.dtype, out)
         self.mapped.release(start, size)
+
+    def release(self) -> None:
+        """Drop its bytes from this process's memory; reading them again maps them again."""
+        self.mapped.release(self.start, self.num_bytes)
 
     def _check_decodable(self) -> None:
         if BLOCK_TYPES[self.dtype].decode is None:

@@ -27,6 +27,7 @@ from xjax.kernels.pages import page_dtype
 from xjax.models.family import Family
 from xjax.models.registry import load_config
 from xjax.state.kv import EngineState, abstract_state, allocate, state_bytes
+from xjax.state.quantized import is_quantized, working_bytes
 from xjax.weights.load import load_params
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -178,11 +179,17 @@ def activation_bytes(model: Model, shapes: StepShapes) -> int:
 
 
 def widened_bytes(model: Model, platform: str) -> int:
-    """Float32 copies of 16-bit weights: the CPU's compiler makes them inside a step, to multiply."""
-    leaves = jax.tree.leaves(model.params) if platform == "cpu" else []
-    narrow = [leaf for leaf in leaves if leaf.dtype.itemsize < 4]
+    """What a step makes of weights before it multiplies: numbers of codes, a block at a time.
+
+    And float32 copies of 16-bit weights, which the CPU's compiler makes of all of them at once.
+    """
+    leaves = jax.tree.leaves(model.params, is_leaf=is_quantized)
+    size = working_bytes([leaf for leaf in leaves if is_quantized(leaf)])
+    if platform != "cpu":
+        return size
+    narrow = [leaf for leaf in leaves if not is_quantized(leaf) and leaf.dtype.itemsize < 4]
     # Of experts, which are stacked, one at a time.
-    return sum(4 * leaf.size // (leaf.shape[0] if leaf.ndim == 3 else 1) for leaf in narrow)
+    return size + sum(4 * leaf.size // (leaf.shape[0] if leaf.ndim == 3 else 1) for leaf in narrow)
 
 
 def make_table(

@@ -4,35 +4,55 @@ A model says `matmul(x, w)` and does not know whether `w` is an array or codes w
 kernel does with codes is the business of `kernels/linear`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 
 from xjax.kernels import linear as kernels
-from xjax.kernels.linear.xla import dequantize
+from xjax.kernels.linear.xla import dequantize, rows_at_a_time
 
 GROUP_BY_KIND = {"int8": None, "int8_32": 32}
 
 
 @struct.dataclass
 class QuantizedArray:
-    """A weight matrix as integer codes, w = codes * scales + minimum.
+    """A weight matrix as codes, w[:, order] = (codes - zeros) * scales + minimum.
 
-    codes    [Out, In]      int8
+    codes    [Out, In]      int8 or float8; or [Out, In / 2] uint8, two 4-bit codes a byte, the
+                            earlier one low, each with 8 added to it
     scales   [Out, In / g]  float32, g inputs share one
     minimum  [Out, In / g]  float32, or None
-    kind     "int8": one scale for each output; "int8_32": one for each run of 32 inputs
+    zeros    [Out, In / g]  int8, or None
+    order    [In]           int32, the input that each column of codes belongs to; None: its own
+    kind     what a code is, "int8", "int4", "float8_e4m3fn" or "float8_e5m2", and g, as in
+             "int4_128"; no g: one scale for each output
     shape    (Out, In)
     """
 
     codes: jax.Array
     scales: jax.Array
-    minimum: jax.Array | None
-    kind: str = struct.field(pytree_node=False)
-    shape: tuple[int, int] = struct.field(pytree_node=False)
+    minimum: jax.Array | None = None
+    zeros: jax.Array | None = None
+    order: jax.Array | None = None
+    kind: str = struct.field(pytree_node=False, default="int8")
+    shape: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in jax.tree.leaves(self))
 
 
 Weight = jax.Array | QuantizedArray
+
+
+def is_quantized(leaf: object) -> bool:
+    """Tell jax.tree functions to take codes with their scales as one leaf."""
+    return isinstance(leaf, QuantizedArray)
 
 
 def quantize(w: jax.Array, kind: str = "int8_32", *, symmetric: bool = True) -> QuantizedArray:
@@ -56,18 +76,19 @@ def quantize(w: jax.Array, kind: str = "int8_32", *, symmetric: bool = True) -> 
         shifted = values - minimum[..., None]
     divisor = jnp.where(scales > 0, scales, 1.0)[..., None]
     codes = jnp.clip(jnp.round(shifted / divisor), -128, 127).astype(jnp.int8)
-    return QuantizedArray(codes.reshape(num_out, num_in), scales, minimum, kind, (num_out, num_in))
+    return QuantizedArray(codes.reshape(num_out, num_in), scales, minimum, kind=kind, shape=(num_out, num_in))
 
 
 def to_float(w: Weight, dtype: jnp.dtype) -> jax.Array:
     """Return a weight as numbers.
 
     w        [Out, In]  array or QuantizedArray
-    returns  [Out, In]  of `dtype`
+    returns  [Out, In]  of `dtype`, columns by input
     """
-    if isinstance(w, QuantizedArray):
-        return dequantize(w.codes, w.scales, w.minimum, dtype)
-    return w.astype(dtype)
+    if not isinstance(w, QuantizedArray):
+        return w.astype(dtype)
+    values = dequantize(w.codes, w.scales, w.minimum, w.zeros, dtype=dtype)
+    return values if w.order is None else jnp.zeros_like(values).at[:, w.order].set(values)
 
 
 def matmul(x: jax.Array, w: Weight, *, backend: str = "xla") -> jax.Array:
@@ -77,6 +98,52 @@ def matmul(x: jax.Array, w: Weight, *, backend: str = "xla") -> jax.Array:
     w        [Out, In]  array or QuantizedArray
     returns  [N, Out]   dtype of x, accumulated in float32
     """
-    if isinstance(w, QuantizedArray):
-        return kernels.linear_quantized(x, w.codes, w.scales, w.minimum, backend=backend)
-    return kernels.linear(x, w, backend=backend)
+    if not isinstance(w, QuantizedArray):
+        return kernels.linear(x, w, backend=backend)
+    if w.order is not None:
+        x = jnp.take(x, w.order, axis=1, mode="clip")
+    return kernels.linear_quantized(x, w.codes, w.scales, w.minimum, w.zeros, backend=backend)
+
+
+def working_bytes(arrays: Sequence[QuantizedArray]) -> int:
+    """Bytes of numbers that a step's products hold at once: of small matrices all, of others a block."""
+    whole, block = 0, 0
+    for array in arrays:
+        num_out, num_in = array.shape
+        rows = rows_at_a_time(num_out, num_in)
+        if rows == num_out:
+            whole += 4 * num_out * num_in
+        else:
+            block = max(block, 4 * rows * num_in)
+    return 2 * (whole + block)  # in the model dtype, and as what the compiler multiplies
+
+
+def spread(array: QuantizedArray, sharding: Any) -> QuantizedArray:
+    """Say where each part of an array lies when the whole has a sharding.
+
+    array      its parts may be of numpy or abstract
+    sharding   of [Out, In], or what `jax.device_put` takes for anything
+
+    Outputs are split as they are for an array of numbers. Inputs are split only where every device
+    gets whole groups, or all have one, and the inputs are in their own order.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda _: sharding, array)
+    out_axis, in_axis = (*sharding.spec, None, None)[:2]
+    groups, width = array.scales.shape[1], array.codes.shape[1]
+    size = 1 if in_axis is None else sharding.mesh.shape[in_axis]
+    if array.order is not None or width % size or (groups > 1 and groups % size):
+        in_axis = None
+    by_group = in_axis if groups > 1 else None
+
+    def placed(*axes: Any) -> NamedSharding:
+        return NamedSharding(sharding.mesh, PartitionSpec(*axes))
+
+    scales = placed(out_axis, by_group)
+    return array.replace(  # pyright: ignore[reportAttributeAccessIssue]
+        codes=placed(out_axis, in_axis),
+        scales=scales,
+        minimum=None if array.minimum is None else scales,
+        zeros=None if array.zeros is None else scales,
+        order=None if array.order is None else placed(),
+    )

@@ -22,6 +22,8 @@ import numpy as np
 from xjax.checkpoints.checkpoint import Checkpoint
 from xjax.models.family import Family
 from xjax.models.layers import Params
+from xjax.state.quantized import QuantizedArray, spread
+from xjax.weights.codes import read_codes
 from xjax.weights.plan import LeafPlan, Planner
 from xjax.weights.read import parts_of
 
@@ -57,6 +59,8 @@ def load_params(
     targets = tree.flatten_up_to(sharding) if isinstance(sharding, Params) else [sharding] * len(plans)
     total, done, leaves = sum(plan.num_bytes for plan in plans), 0, []
     for values, target, plan in zip(_read_ahead(plans, jnp.dtype(dtype)), targets, plans, strict=True):
+        if isinstance(values, QuantizedArray) and isinstance(target, jax.sharding.Sharding):
+            target = spread(values, target)
         leaves.append(jax.device_put(values, target))
         jax.block_until_ready(leaves[-2:-1])  # what is still under way keeps its copy here
         done += plan.num_bytes
@@ -72,23 +76,25 @@ def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
     return memory[start : start + count].view(dtype).reshape(shape)
 
 
-def _read_ahead(plans: list[LeafPlan], dtype: jnp.dtype) -> Iterator[np.ndarray]:
+def _read_ahead(plans: list[LeafPlan], dtype: jnp.dtype) -> Iterator[np.ndarray | QuantizedArray]:
     """Read arrays in order, the next ones already while one is placed."""
     num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="xjax-load") as pool:
-        pending: deque[tuple[np.ndarray, list[Future[None]]]] = deque()
+        pending: deque[tuple[np.ndarray | None, list[Future[Any]]]] = deque()
 
-        def finish() -> np.ndarray:
+        def finish() -> np.ndarray | QuantizedArray:
             out, parts = pending[0]
-            for part in parts:
-                part.result()
+            made = [part.result() for part in parts]
             pending.popleft()
-            return out
+            return made[0] if out is None else out
 
         try:
             for plan in plans:
-                out = _aligned(plan.spec.shape, jnp.dtype(plan.spec.dtype or dtype))
-                pending.append((out, [pool.submit(part) for part in parts_of(plan, out)]))
+                if plan.is_codes:
+                    pending.append((None, [pool.submit(read_codes, plan, dtype, _aligned)]))
+                else:
+                    out = _aligned(plan.spec.shape, jnp.dtype(plan.spec.dtype or dtype))
+                    pending.append((out, [pool.submit(part) for part in parts_of(plan, out)]))
                 if len(pending) >= _AHEAD:
                     yield finish()
             while pending:

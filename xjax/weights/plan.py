@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from xjax.checkpoints.checkpoint import Checkpoint, TensorView
+from xjax.checkpoints.checkpoint import Checkpoint, QuantizedView, View
 from xjax.errors import LoadError
 from xjax.models.family import Family
 from xjax.state.mesh import ParamSpec
@@ -17,15 +17,24 @@ from xjax.weights.fuse import Fuse, fuse_qkv, shift, stack, stack_experts
 from xjax.weights.names import Names, names_for, text_name, unexplained
 
 _GATED = ("feed_forward.gate_up", "feed_forward.gate_up_bias", "feed_forward.shared.gate_up")
+# What models use as the weights of a product alone, and may so be codes.
+_PRODUCTS = frozenset(
+    {"attention.qkv", "attention.o", "head"}
+    | {f"feed_forward.{part}" for part in ("gate_up", "down", "shared.gate_up", "shared.down")}
+)
 
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """How one array is made: its spec, the tensors, and how they are put together."""
+    """How one array is made: its spec, the tensors, and how they are put together.
+
+    is_codes   whether all tensors are codes and may stay so
+    """
 
     spec: ParamSpec
-    views: tuple[TensorView, ...]
+    views: tuple[View, ...]
     fuse: Fuse
+    is_codes: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -62,9 +71,10 @@ class Planner:
             if view.shape != shape:
                 expected = f"must have shape {shape}, found {view.shape}"
                 raise LoadError(f"{view.file}: tensor {view.name} {expected}")
-        return LeafPlan(spec, views, fuse)
+        is_codes = field in _PRODUCTS and all(isinstance(view, QuantizedView) for view in views)
+        return LeafPlan(spec, views, fuse, is_codes)
 
-    def _find(self, name: str, shape: Sequence[int]) -> TensorView:
+    def _find(self, name: str, shape: Sequence[int]) -> View:
         if name not in self._views:
             raise LoadError(f"{self._checkpoint.path}: tensor {name} is missing")
         self._used.add(name)
@@ -92,13 +102,21 @@ class Planner:
     def check_all_used(self, *, tied: bool) -> None:
         """Refuse a checkpoint that holds tensors the model has no place for."""
         head = self._names.fields["head"] if tied else ()
-        left = unexplained(self._views, self._used, head)
+        left = [name for name in unexplained(self._views, self._used, head) if not self._is_empty_bias(name)]
         if left:
             view = self._views[left[0]]
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise LoadError(
                 f"{view.file}: tensor {view.name}{more} has no place in the model its config describes"
             )
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """Whether this is one of the zeros that some writers of quantized modules put beside each."""
+        weight = self._views.get(name.removesuffix(".bias") + ".weight")
+        if not name.endswith(".bias") or not isinstance(weight, QuantizedView):
+            return False
+        bias = self._views[name]
+        return bias.shape == weight.shape[:1] and not bias.read().any()
 
 
 def _experts_recipe(

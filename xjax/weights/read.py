@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from xjax.checkpoints.checkpoint import TensorView
+from xjax.checkpoints.checkpoint import QuantizedView, TensorView, View
 from xjax.weights.fuse import Array
 from xjax.weights.plan import LeafPlan
 
@@ -36,6 +36,9 @@ def parts_of(plan: LeafPlan, out: Array) -> Iterator[Callable[[], None]]:
     rows = out.reshape(-1, out.shape[-1])
     step = max(1, _PART // rows.shape[1])
     for view, target in zip(plan.views, targets, strict=True):
+        if isinstance(view, QuantizedView):
+            yield partial(_read_whole, view, rows, target)
+            continue
         for first in range(0, len(target), step):
             yield partial(_read_part, view, first, rows, target[first : first + step])
 
@@ -58,6 +61,11 @@ def _targets(plan: LeafPlan) -> list[Rows] | None:
     targets[sources.reshape(-1)] = np.arange(num_rows)
     assert targets.min() >= 0, "a row is left out"
     return np.split(targets, ends[:-1])
+
+
+def _read_whole(view: View, rows: Array, target: Rows) -> None:
+    """Read all rows of a tensor, each into its row of `rows` [all rows, columns]."""
+    rows[target] = view.read()
 
 
 def _read_part(view: TensorView, first: int, rows: Array, target: Rows) -> None:

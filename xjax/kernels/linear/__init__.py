@@ -1,15 +1,18 @@
 """Matrix products with weights: the contracts that every backend fulfils.
 
-    linear(x, w)                                  weights as floating-point numbers
-    linear_quantized(x, codes, scales, minimum)   weights as integer codes
+    linear(x, w)                                         weights as floating-point numbers
+    linear_quantized(x, codes, scales, minimum, zeros)   weights as codes
 
     x        [N, In]        model dtype
     w        [Out, In]      floating point
-    codes    [Out, In]      int8
+    codes    [Out, In]      int8 or float8; or [Out, In / 2] uint8: two 4-bit codes a byte, the earlier
+                            one in the low half, each with 8 added to it
     scales   [Out, In / g]  float; one for each run of g inputs, g = In for one a channel
     minimum  [Out, In / g]  float, added after scaling, or None
+    zeros    [Out, In / g]  int8, subtracted before scaling, or None
     returns  [N, Out]       dtype of x, accumulated in float32
 
+(codes - zeros) * scales is one product of two numbers that float32 holds exactly, rounded once.
 Weights lie [Out, In]: a row of results is a run of memory, which one-row products read at the
 memory's rate. The array type that hides the difference from models is `state.quantized`.
 """
@@ -37,14 +40,21 @@ def linear(x: jax.Array, w: jax.Array, *, backend: str = "xla") -> jax.Array:
 
 
 def linear_quantized(
-    x: jax.Array, codes: jax.Array, scales: jax.Array, minimum: jax.Array | None, *, backend: str = "xla"
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    minimum: jax.Array | None = None,
+    zeros: jax.Array | None = None,
+    *,
+    backend: str = "xla",
 ) -> jax.Array:
-    """Multiply rows by transposed weights w = codes * scales + minimum.
+    """Multiply rows by transposed weights w = (codes - zeros) * scales + minimum.
 
     x        [N, In]        model dtype
-    codes    [Out, In]      int8
+    codes    [Out, In]      int8 or float8; or [Out, In / 2] uint8, two 4-bit codes a byte
     scales   [Out, In / g]  floating point
     minimum  [Out, In / g]  floating point, or None
+    zeros    [Out, In / g]  int8, or None
     returns  [N, Out]       dtype of x
     """
-    return _QUANTIZED[backend](x, codes, scales, minimum)
+    return _QUANTIZED[backend](x, codes, scales, minimum, zeros)
