@@ -11,7 +11,7 @@ log-probabilities. Device time does not count: planning, packing, dispatch, comm
 import json
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -47,6 +47,10 @@ class NullFamily:
     def cache_spec(self, config: NullConfig) -> CacheSpec:
         """One layer, so that page tables are made and sent."""
         return (PagedLayer(1, 8),)
+
+    def for_length(self, config: NullConfig, length: int) -> NullConfig:
+        """Of the context alone."""
+        return replace(config, max_context=length)
 
     def forward(
         self,

@@ -245,6 +245,7 @@ class SchedulerConfig:
     max_queue: int | None = None
     has_recurrent: bool = False
     step_time_target: float = 0.25  # seconds that a step with running decodes should take
+    embed_dim: int = 0  # numbers of a hidden state, which steps that pool them give back
 
 
 # ---- environment ------------------------------------------------------------------------

@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_SAMPLES = 128
 MAX_SEED = 2**64 - 1
+POOLINGS = ("last", "mean")
 
 
 class FinishReason(enum.StrEnum):
@@ -214,6 +215,9 @@ class Request:
     `sampling.seed` is set and `sampling.max_tokens` may be None. `eos_ids` are the ids that
     end a sample unless `ignore_eos`. `priority`: larger runs first. `arrival` in seconds
     of the front's monotonic clock. `max_queue_time` in seconds, None for no limit.
+    `pooling`: "last" or "mean" asks for the hidden states of the prompt, pooled into one vector, and
+    for no token; every token of such a prompt is computed, so it never starts from kept pages.
+    Raises RequestError for a pooling that is neither or that is asked for with what tokens have.
     """
 
     request_id: str
@@ -224,6 +228,21 @@ class Request:
     arrival: float = 0.0
     max_queue_time: float | None = None
     cache_salt: bytes = b""
+    pooling: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling is None:
+            return
+        _require(
+            isinstance(self.pooling, str) and self.pooling in POOLINGS,
+            "pooling",
+            f"must be one of {', '.join(POOLINGS)}, not {self.pooling!r}",
+        )
+        _require(
+            self.sampling.n == 1 and self.sampling.prompt_logprobs is None,
+            "pooling",
+            "goes with neither n nor prompt_logprobs: no token is made",
+        )
 
 
 class TokenLogprobs(NamedTuple):
@@ -245,6 +264,7 @@ class TokenEvent(NamedTuple):
                       first None
     error             one line, when finish_reason is ERROR
     error_code        what kind of error where a client can do something about it: "queue_timeout"
+    embedding         the pooled hidden states, on the one event of a request with `pooling`
     num_cached_tokens prompt tokens whose pages were reused; set on the first event
     queue_seconds     from the request's arrival to its first step; set on the first event
     """
@@ -260,3 +280,4 @@ class TokenEvent(NamedTuple):
     num_cached_tokens: int | None = None
     queue_seconds: float | None = None
     error_code: str | None = None
+    embedding: tuple[float, ...] | None = None

@@ -87,7 +87,8 @@ def test_python_of_the_readme(environment, tmp_path):
     program.write_text(SMALL_LLM + readme_program("xjax"))
     result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) > 2
+    assert len(result.stdout.splitlines()) > 3
+    assert 0.3 < float(result.stdout.splitlines()[-1].removeprefix("alike by ")) < 1
 
 
 def test_script_of_the_readme_against_its_server(environment, tmp_path):

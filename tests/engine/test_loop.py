@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import jax
 import jax.monitoring
@@ -233,7 +234,7 @@ def test_abort_in_every_state(llama_engine):
 def test_limits_of_the_queue(llama_kit):
     plan = llama_kit.plan
     config = type(plan.scheduler)(**{**vars(plan.scheduler), "max_queue": 3})
-    engine = start_engine(llama_kit.model, type(plan)(config, plan.memory, plan.state), llama_kit.table)
+    engine = start_engine(llama_kit.model, replace(plan, scheduler=config), llama_kit.table)
     client, answers = Client(engine), []
     with pytest.raises(CapacityError, match="3 requests wait"):
         for _ in range(12):

@@ -55,6 +55,10 @@ class RecurrentFamily:
             RecurrentLayer(1, 1, 1),
         )
 
+    def for_length(self, config, length):
+        """Of the context alone."""
+        return replace(config, max_context=length)
+
     def forward(self, params, config, state, batch, *, wanted=None):
         """Walk through the tokens one by one, each row with its own number."""
         carried = state.recurrent[0].s[batch.recurrent_read, 0, 0, 0]

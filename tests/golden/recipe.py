@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 GOLDEN = Path(__file__).parent / "golden.npz"
+HIDDEN = Path(__file__).parent / "hidden.npz"
+# Cases of which hidden states after the last norm are kept, those of every position.
+HIDDEN_CASES = ("llama_tied", "gemma_soft_cap")
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 61, "hidden_size": 48,

@@ -160,6 +160,7 @@ def plan_engine(
         shapes=shapes,
         max_queue=options.max_queue,
         has_recurrent=has_recurrent(spec),
+        embed_dim=config.embed_dim,
     )
     return EnginePlan(config, scheduler, memory, build(num_pages=memory.num_pages))
 

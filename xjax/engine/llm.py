@@ -3,6 +3,7 @@
     generate   prompts in, one result per prompt in order out
     chat       the same for lists of messages, through the model's chat template
     stream     one prompt, pieces as they are made
+    embed      prompts in, one vector per prompt out
 
 Everything heavy is made by `engine.build`; this is the text front around it.
 """
@@ -21,7 +22,10 @@ from types import TracebackType
 from typing import Any, SupportsIndex
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
+from xjax.backend import EventSink
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.checkpoints.hub import pinned_sampling, resolve
 from xjax.checkpoints.metadata import eos_ids, generation_defaults
@@ -36,7 +40,17 @@ from xjax.engine.build import (
     start_engine,
     with_defaults,
 )
-from xjax.engine.outputs import Batch, RequestOutput, ResultBuilder, Stream, failed
+from xjax.engine.outputs import (
+    Batch,
+    RequestOutput,
+    ResultBuilder,
+    Stream,
+    Vector,
+    as_array,
+    failed,
+    guarded,
+    vector_sink,
+)
 from xjax.engine.pack import largest_shapes, shapes_of
 from xjax.errors import CapacityError, LoadError, RequestError, XjaxError
 from xjax.kernels import attention
@@ -162,8 +176,7 @@ class LLM:
         on_result: Callable[[int, RequestOutput], None] | None,
     ) -> list[RequestOutput]:
         each = self._params_of(params, len(jobs))
-        if self.engine.is_output_thread:
-            raise RequestError("on_result must not wait for the engine: its own thread would do the work")
+        self._check_thread()
         batch, ready = Batch(len(jobs), on_result), []
         for i, (prompt, encode) in enumerate(jobs):
             text, request_id = prompt if isinstance(prompt, str) else None, self._next_id()
@@ -182,18 +195,67 @@ class LLM:
                 self.engine.abort(request.request_id)
             raise
 
-    def _submit(self, i: int, request: Request, text: str | None, batch: Batch) -> None:
+    def _submit(self, i: int, request: Request, text: str | None, batch: Batch[RequestOutput]) -> None:
         builder = ResultBuilder(request, text, self._tokenizer)
         answer = Answer(request, self._tokenizer, self.engine, _folding(builder, partial(batch.settle, i)))
+        try:
+            self._enter(request, guarded(batch, i, answer, request), batch)
+        except XjaxError as error:
+            batch.settle(i, failed(request.request_id, text, error))
+
+    def _enter(self, request: Request, sink: EventSink, batch: Batch[Any]) -> None:
+        """Queue a request, after a wait where the queue is full, of its own batch at the latest."""
         while True:
             try:
-                self.engine.submit(request, batch.sink(i, answer, request))
+                self.engine.submit(request, sink)
                 return
             except CapacityError:
-                batch.pause(0.05)  # the queue is full, of this very batch at the latest
-            except XjaxError as error:
-                batch.settle(i, failed(request.request_id, text, error))
-                return
+                batch.pause(0.05)
+
+    def _check_thread(self) -> None:
+        if self.engine.is_output_thread:
+            raise RequestError("on_result must not wait for the engine: its own thread would do the work")
+
+    # ---- vectors ----
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Pool the hidden states of prompts, as the head would read them, into one vector each.
+
+        prompts      texts or lists of token ids, as `generate` takes them
+        pooling      "last": those of the last token; "mean": of all of them
+        normalize    divide each vector by its length
+        dimensions   keep so many numbers, the first ones; None: all E
+        returns      [n, E] float32, in order
+        Raises the error of the first prompt that cannot be computed; the others are given up then.
+        """
+        size = self.plan.config.embed_dim
+        is_count = isinstance(dimensions, int) and not isinstance(dimensions, bool)
+        if dimensions is not None and not (is_count and 1 <= dimensions <= size):
+            raise RequestError(f"dimensions must be from 1 to {size}, not {dimensions!r}", param="dimensions")
+        self._check_thread()
+        params = SamplingParams(temperature=0)
+        requests = [
+            self._request(self._next_id(), self._encode(prompt), params, pooling=pooling or "")
+            for prompt in _many(prompts, SupportsIndex)
+        ]
+        batch: Batch[Vector] = Batch(len(requests), None)
+        try:
+            self.engine.prepare(requests)
+            for i, request in enumerate(requests):
+                self._enter(request, vector_sink(batch, i), batch)
+            return as_array(batch.wait(), dimensions or size, normalize=normalize)
+        except BaseException as error:
+            batch.stop(error)
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
 
     # ---- one at a time ----
 
@@ -308,7 +370,9 @@ class LLM:
     def _encode_chat(self, messages: Messages, **kwargs: Any) -> list[int]:
         return self.front.encode_chat(messages, **kwargs)
 
-    def _request(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> Request:
+    def _request(
+        self, request_id: str, ids: Sequence[int], params: SamplingParams, *, pooling: str | None = None
+    ) -> Request:
         if params.seed is None:
             serial = int(request_id.rpartition("-")[2])
             params = params.replace(seed=(self.options.seed + (serial + 1) * _MIX) % 2**64)
@@ -320,6 +384,7 @@ class LLM:
             sampling=params,
             eos_ids=self._eos_ids,
             arrival=time.monotonic(),
+            pooling=pooling,
         )
 
 

@@ -98,12 +98,14 @@ class Engine:
     def prepare(self, requests: Sequence[Request]) -> None:
         """Start to compile what requests that are about to be submitted need first; returns at once."""
         requests = [request for request in requests if 0 < len(request.prompt_ids) < self.longest]
-        if not requests:
-            return
-        full = not all(request.sampling.is_plain for request in requests)
-        lengths = [len(request.prompt_ids) for request in requests]
-        samples = sum(request.sampling.n for request in requests)
-        self.table.prepare(first_shapes(self.config, lengths, samples, full=full))
+        for is_pooled in (False, True):
+            alike = [request for request in requests if (request.pooling is not None) == is_pooled]
+            if alike:
+                full = not all(request.sampling.is_plain for request in alike)
+                lengths = [len(request.prompt_ids) for request in alike]
+                samples = sum(request.sampling.n for request in alike)
+                shapes = first_shapes(self.config, lengths, samples, full=full, is_pooled=is_pooled)
+                self.table.prepare(shapes)
 
     @property
     def is_output_thread(self) -> bool:

@@ -1,14 +1,19 @@
 """What `LLM` returns: results shaped as users of such engines know them, folded from deltas.
 
 events --Answer--> deltas --ResultBuilder--> RequestOutput, all of a call in one Batch
+       --vector_sink----------------------> vectors, all of a call in one Batch
                           --Stream---------> StreamChunk, one after the other
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from xjax.backend import Backend, EventSink
 from xjax.errors import EngineError, XjaxError
@@ -26,6 +31,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
+Result = TypeVar("Result")
 PositionLogprobs = dict[int, Logprob]  # by token id
 
 
@@ -171,21 +177,21 @@ def failed(request_id: str, prompt: str | None, error: XjaxError) -> RequestOutp
     return RequestOutput(request_id=request_id, prompt=prompt, error=error, finished=True)
 
 
-class Batch:
+class Batch(Generic[Result]):
     """The results of one call of `LLM`, filled in on the output thread while the caller waits.
 
     on_result   called with index and result as each is complete; what it raises ends the wait
     """
 
-    def __init__(self, size: int, on_result: Callable[[int, RequestOutput], None] | None) -> None:
-        self._results: list[RequestOutput | None] = [None] * size
+    def __init__(self, size: int, on_result: Callable[[int, Result], None] | None) -> None:
+        self._results: list[Result | None] = [None] * size
         self._on_result = on_result
         self._num_open = size
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._progress = threading.Condition()
 
-    def settle(self, i: int, result: RequestOutput) -> None:
+    def settle(self, i: int, result: Result) -> None:
         """Store a result and report it; all but the first for an index are ignored."""
         with self._lock:
             if self._results[i] is not None or self._error is not None:
@@ -208,19 +214,6 @@ class Batch:
         with self._progress:
             self._progress.notify_all()
 
-    def sink(self, i: int, answer: Callable[[TokenEvent], None], request: Request) -> EventSink:
-        """Guard the sink of a request: what it raises becomes the request's result."""
-
-        def receive(event: TokenEvent) -> None:
-            try:
-                answer(event)
-            except Exception as error:
-                line = f"the answer could not be made into text: {type(error).__name__}: {error}"
-                self.settle(i, failed(request.request_id, None, EngineError(line)))
-                raise
-
-        return receive
-
     def pause(self, seconds: float) -> None:
         """Wait a little, or until something is complete. Raises what ended the wait for all of them."""
         with self._progress:
@@ -229,7 +222,7 @@ class Batch:
         if self._error is not None:
             raise self._error
 
-    def wait(self) -> list[RequestOutput]:
+    def wait(self) -> list[Result]:
         """Wait for all results; they come in order. Raises what `on_result` raised."""
         with self._progress:
             while self._num_open and self._error is None:
@@ -237,6 +230,45 @@ class Batch:
         if self._error is not None:
             raise self._error
         return [result for result in self._results if result is not None]
+
+
+def guarded(
+    batch: Batch[RequestOutput], i: int, answer: Callable[[TokenEvent], None], request: Request
+) -> EventSink:
+    """Guard the sink of a request: what it raises becomes the request's result."""
+
+    def receive(event: TokenEvent) -> None:
+        try:
+            answer(event)
+        except Exception as error:
+            line = f"the answer could not be made into text: {type(error).__name__}: {error}"
+            batch.settle(i, failed(request.request_id, None, EngineError(line)))
+            raise
+
+    return receive
+
+
+Vector = tuple[float, ...]
+
+
+def vector_sink(batch: Batch[Vector], i: int) -> EventSink:
+    """The sink of a request that pools its hidden states; an error ends the batch."""
+
+    def receive(event: TokenEvent) -> None:
+        if event.embedding is not None:
+            batch.settle(i, event.embedding)
+        else:
+            batch.stop(EngineError(event.error or "the request was aborted"))
+
+    return receive
+
+
+def as_array(vectors: Sequence[Vector], dimensions: int, *, normalize: bool) -> npt.NDArray[np.float32]:
+    """The first numbers of vectors as [n, dimensions] float32, each divided by its length where wanted."""
+    found = np.array([vector[:dimensions] for vector in vectors], np.float64).reshape(-1, dimensions)
+    if normalize:
+        found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-30)
+    return found.astype(np.float32)
 
 
 class Stream(Iterator[StreamChunk]):

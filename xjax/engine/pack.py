@@ -5,6 +5,7 @@ The only place that knows both the plan and the packed layout. numpy alone.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -23,9 +24,9 @@ __all__ = ["Packer", "first_shapes", "largest_shapes", "pack", "shape_of", "shap
 def shape_of(plan: Plan, config: SchedulerConfig) -> BatchShape:
     """The shape that a plan asks for."""
     shapes = config.shapes
-    if plan.prefill is None:
-        return _shape(config, plan.num_rows, None, full=plan.full)
-    return _shape(config, plan.num_rows, shapes.prefill.index(plan.prefill), full=plan.full)
+    prefill_id = None if plan.prefill is None else shapes.prefill.index(plan.prefill)
+    shape = _shape(config, plan.num_rows, prefill_id, full=plan.full)
+    return shape if plan.pool_mean is None else replace(shape, pooled_dim=config.embed_dim)
 
 
 def shapes_of(config: SchedulerConfig) -> list[BatchShape]:
@@ -50,9 +51,12 @@ def largest_shapes(config: SchedulerConfig) -> list[BatchShape]:
 
 
 def first_shapes(
-    config: SchedulerConfig, lengths: Sequence[int], samples: int, *, full: bool
+    config: SchedulerConfig, lengths: Sequence[int], samples: int, *, full: bool, is_pooled: bool = False
 ) -> list[BatchShape]:
-    """The mixed and the decode shape that prompts of these lengths will ask for first."""
+    """The mixed and the decode shape that prompts of these lengths will ask for first.
+
+    is_pooled   whether hidden states are asked for; then nothing is decoded
+    """
     shapes = config.shapes
     prefill_id = choose_prefill(lengths, shapes.prefill, shapes.prefill[-1][0])
     rows = next((size for size in shapes.decode_rows if size >= samples), shapes.decode_rows[-1])
@@ -64,6 +68,8 @@ def first_shapes(
     if len(lengths) == 1 and rest and lengths[0] > shapes.prefill[prefill_id][0]:
         last = choose_prefill([rest], shapes.prefill, shapes.prefill[-1][0])
         found.append(_shape(config, shapes.decode_rows[-1], last, full=full))
+    if is_pooled:
+        found = [replace(shape, pooled_dim=config.embed_dim) for shape in found if shape.num_prefill]
     return found
 
 
@@ -97,13 +103,13 @@ class Packer:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._shapes: dict[tuple[int, tuple[int, int] | None, bool], BatchShape] = {}
+        self._shapes: dict[tuple[int, tuple[int, int] | None, bool, bool], BatchShape] = {}
         self._columns: object = None
         self._made: list[tuple[Packed, int]] = []  # of the same rows, with the references of an idle one
 
     def shape_of(self, plan: Plan) -> BatchShape:
         """The shape that a plan asks for; see the function of that name."""
-        key = (plan.num_rows, plan.prefill, plan.full)
+        key = (plan.num_rows, plan.prefill, plan.full, plan.pool_mean is None)
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = shape_of(plan, self._config)
@@ -159,6 +165,8 @@ def _packed(plan: Plan, shape: BatchShape, page_size: int) -> Packed:
     _pack_chunks(packed, plan, page_size)
     _pack_sampled(packed, plan)
     _pack_recurrent(packed, plan)
+    if plan.pool_mean is not None:
+        packed.pool_mean[:rows] = plan.pool_mean
     return packed
 
 
@@ -274,4 +282,8 @@ def unpack_result(output: np.ndarray, shape: BatchShape, plan: Plan, *, vocab_si
     def scores() -> ScoreArrays:
         return ScoreArrays(part("logprob"), part("rank"), part("top_ids"), part("top_logprobs"))
 
-    return StepResult(part("token"), part("flags"), scores if shape.full else None)
+    pooled = None
+    if plan.pool_mean is not None:
+        start, stop, kind, dims = places["pooled"]
+        pooled = output[start:stop].view(kind).reshape(dims)
+    return StepResult(part("token"), part("flags"), scores if shape.full else None, pooled)

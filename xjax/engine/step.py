@@ -50,6 +50,8 @@ def output_fields(shape: BatchShape, vocab_size: int) -> tuple[tuple[str, type, 
             ("top_ids", np.int32, (j, top)),
             ("top_logprobs", np.float32, (j, top)),
         )
+    if shape.pooled_dim:
+        fields += (("pooled", np.float32, (shape.num_rows, shape.pooled_dim)),)
     return fields
 
 
@@ -72,7 +74,11 @@ def step(
     """
     batch, sampled = unpack(packed, shape, embeds=embeds, backend=spec.backend)
     batch = _with_own_tokens(batch, state)
-    hidden, state = spec.family.forward(params, spec.config, state, batch, wanted=sampled.token)
+    wanted = None if shape.pooled_dim else sampled.token  # a sum needs every token's hidden state
+    hidden, state = spec.family.forward(params, spec.config, state, batch, wanted=wanted)
+    pooled = None
+    if shape.pooled_dim:
+        pooled, hidden = _pool(hidden, batch, sampled.token), hidden[sampled.token]
     logits = spec.family.logits(params, spec.config, hidden, backend=spec.backend)
     choice = sample(logits, sampled, last_token=state.last_token, allowed=mask)
     state = replace(
@@ -80,7 +86,21 @@ def step(
         last_token=state.last_token.at[sampled.slot].set(choice.token),
         position=state.position.at[batch.slot].set(batch.kv_length),
     )
-    return state, _flatten(choice)
+    return state, _flatten(choice, pooled)
+
+
+def _pool(hidden: jax.Array, batch: Batch, sampled: jax.Array) -> jax.Array:
+    """Pool the hidden states of each row: the sum over its tokens of this step, or that of its last token.
+
+    hidden    [N, E]   model dtype
+    sampled   [J]      int32, of which the first B are the rows' last tokens
+    returns   [B, E]   float32
+    """
+    wide, num_rows = hidden.astype(jnp.float32), batch.shape.num_rows
+    row = jnp.where(batch.position < 0, num_rows, batch.row_of)  # padding: one more row, which is dropped
+    # Added row by row: a product with zeros would carry what is not finite from one row to the others.
+    sums = jax.ops.segment_sum(wide, row, num_segments=num_rows + 1)[:num_rows]
+    return jnp.where(batch.pool_mean[:, None] > 0, sums, wide[sampled[:num_rows]])
 
 
 def _with_own_tokens(batch: Batch, state: EngineState) -> Batch:
@@ -89,12 +109,14 @@ def _with_own_tokens(batch: Batch, state: EngineState) -> Batch:
     return replace(batch, token_id=jnp.where(batch.token_id == NO_TOKEN, own, batch.token_id))
 
 
-def _flatten(choice: Choice) -> jax.Array:
+def _flatten(choice: Choice, pooled: jax.Array | None) -> jax.Array:
     """The output vector, in the order of `output_fields`."""
     parts = [choice.token, choice.flags]
     if choice.logprobs is not None:
         scores = choice.logprobs
         parts += [scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs]
+    if pooled is not None:
+        parts.append(pooled)
     words = [
         part if part.dtype == jnp.int32 else jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts
     ]

@@ -54,6 +54,8 @@ def fits(plan: BatchShape, larger: BatchShape) -> bool:
     """Whether a step planned for one shape can run on another."""
     if bool(plan.num_prefill) != bool(larger.num_prefill) or (plan.full and not larger.full):
         return False
+    if plan.pooled_dim and not larger.pooled_dim:
+        return False
     if plan.num_prefill:
         if larger.tile < plan.tile or larger.num_prefill // larger.tile < plan.num_prefill // plan.tile:
             return False
@@ -64,7 +66,7 @@ def fits(plan: BatchShape, larger: BatchShape) -> bool:
 
 def cost(shape: BatchShape) -> tuple[int, int, int]:
     """Order of preference among shapes that fit, cheapest first."""
-    return (shape.num_tokens, shape.num_sampled, int(shape.full))
+    return (shape.num_tokens, shape.num_sampled, int(shape.full) + bool(shape.pooled_dim))
 
 
 class ProgramCache:

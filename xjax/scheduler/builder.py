@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from xjax.config import SchedulerConfig, StepShapes
 from xjax.scheduler.memory import RowTable
@@ -110,8 +111,18 @@ def build_plan(draft: Draft, rows: RowTable, config: SchedulerConfig, *, step_id
         chunks=chunks,
         pairs=pairs,
         scored_targets=np.concatenate(scored) if scored else np.empty(0, np.int32),
+        pool_mean=_pool_mean(sequences, chunks),
         recurrent_fresh=computed == 0,
     )
+
+
+def _pool_mean(sequences: tuple[Sequence, ...], chunks: tuple[Chunk, ...]) -> npt.NDArray[np.bool_] | None:
+    """Rows of which the sum of the hidden states is wanted; None where none of any row are."""
+    for chunk in chunks:
+        pooling = sequences[chunk.row].request.pooling
+        if pooling == "mean" or (pooling is not None and chunk.is_last):
+            return np.array([sequence.request.pooling == "mean" for sequence in sequences], bool)
+    return None
 
 
 def _extras(sequences: tuple[Sequence, ...], samples: list[bool]) -> tuple[tuple[Pairs, ...], bool]:

@@ -1,11 +1,15 @@
-"""Reads a step's result into sequences: tokens, log-probabilities and why a sample ends."""
+"""Reads a step's result into sequences: tokens, log-probabilities, hidden states, why a sample ends."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from xjax.request import FinishReason, TokenEvent, TokenLogprobs
 from xjax.scheduler.plan import Plan, StepResult
-from xjax.scheduler.sequence import Sequence
+from xjax.scheduler.sequence import Sequence, Status
 
 
 class Scores:
@@ -95,15 +99,61 @@ def special_event(
         finish_reason=reason,
         stop_token_id=token_id if reason is FinishReason.STOP else None,
     )
-    if sequence.has_emitted:
-        return event
-    sequence.has_emitted = True
+    return event if sequence.has_emitted else _first(sequence, event)
+
+
+def _first(sequence: Sequence, event: TokenEvent) -> TokenEvent:
+    """The event with what the first one of a sample tells beside."""
+    request, sequence.has_emitted = sequence.request, True
     scores, admitted = sequence.prompt_logprobs, sequence.admitted
     return event._replace(
         prompt_logprobs=None if scores is None else tuple(scores),
         num_cached_tokens=0,
         queue_seconds=None if admitted is None else max(admitted - request.arrival, 0.0),
     )
+
+
+class HiddenSums:
+    """Hidden states added up over the chunks of prompts whose mean is wanted, while they are computed."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Sequence, npt.NDArray[np.float64]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def take(self, plan: Plan, result: StepResult) -> None:
+        """Add what a step gave of each prompt."""
+        assert result.pooled is not None, "the step did not pool"
+        for chunk in plan.chunks:
+            sequence = plan.sequences[chunk.row]
+            if sequence.request.pooling == "mean" and sequence.status is not Status.FINISHED:
+                part = result.pooled[chunk.row].astype(np.float64)
+                # A prompt that was preempted begins anew; what it had under way is added in vain before.
+                is_new = chunk.start == 0 or sequence not in self._sums
+                self._sums[sequence] = part if is_new else self._sums[sequence] + part
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that ends."""
+        self._sums.pop(sequence, None)
+
+    def event(self, sequence: Sequence, last: npt.NDArray[np.float32]) -> TokenEvent | None:
+        """The one event of a prompt that is computed; None when its hidden states are not finite.
+
+        last   [E] hidden state of its last token, where that is what is asked for
+        """
+        values: npt.NDArray[Any] = last
+        if sequence.request.pooling == "mean":
+            values = self._sums[sequence] / sequence.num_prompt
+        if not np.isfinite(values).all():
+            return None
+        event = TokenEvent(
+            request_id=sequence.request.request_id,
+            sample_id=sequence.sample_id,
+            finish_reason=FinishReason.STOP,
+            embedding=tuple(values.tolist()),
+        )
+        return _first(sequence, event)
 
 
 def take_prompt_scores(plan: Plan, scores: Scores) -> None:

@@ -57,6 +57,8 @@ class Plan:
     columns         sampling parameters by field name, [rows, ...]; the very object of the plan before
                     when only positions, tokens and tables differ from it
     scored_targets  [scored] int32   ids asked about, chunk after chunk
+    pool_mean       [rows] bool   rows of which the sum of the hidden states is wanted, else the last one;
+                    None where no row's are
     """
 
     step_id: int
@@ -75,6 +77,7 @@ class Plan:
     chunks: tuple[Chunk, ...] = ()
     pairs: tuple[Pairs, ...] = ()
     scored_targets: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    pool_mean: npt.NDArray[np.bool_] | None = None
     recurrent_fresh: npt.NDArray[np.bool_] | None = None  # [rows] bool, rows that start from the zero state
 
     @property
@@ -106,8 +109,10 @@ class StepResult:
     token    [J] int32
     flags    [J] int32   bit 0: the logits were not finite
     scores   of a full body: gives its log-probabilities; called at most once, maybe on another thread
+    pooled   [B, E] float32, of a step that pools hidden states, by row
     """
 
     token: npt.NDArray[np.int32]
     flags: npt.NDArray[np.int32]
     scores: Callable[[], ScoreArrays] | None = None
+    pooled: npt.NDArray[np.float32] | None = None

@@ -19,7 +19,14 @@ from xjax.errors import CapacityError, RequestError
 from xjax.request import FinishReason, Request, TokenEvent
 from xjax.scheduler.admission import SampleGroup
 from xjax.scheduler.builder import build_plan, repeat_plan
-from xjax.scheduler.outcome import StepEvents, scores_of, special_event, take_prompt_scores, take_token
+from xjax.scheduler.outcome import (
+    HiddenSums,
+    StepEvents,
+    scores_of,
+    special_event,
+    take_prompt_scores,
+    take_token,
+)
 from xjax.scheduler.plan import Plan, StepResult
 from xjax.scheduler.planner import Planner
 from xjax.scheduler.roster import Roster
@@ -37,6 +44,7 @@ class Scheduler:
         self._planner = Planner(config, self._roster)
         self._counts = self._roster.counts
         self._deadlines: list[tuple[float, int, str]] = []  # a heap: (time, serial, request id)
+        self._hidden = HiddenSums()
         self._last_plan: Plan | None = None
         self.longest = min(config.max_model_len, self._roster.book.capacity())
 
@@ -53,6 +61,8 @@ class Scheduler:
         room = self.longest - len(request.prompt_ids)
         wanted = request.sampling.max_tokens
         max_tokens = room if wanted is None else min(wanted, room)
+        if request.pooling is not None:
+            max_tokens = 0
         group = self._roster.enter(request, max_tokens=max_tokens)
         if request.max_queue_time is not None:
             self._forget_deadlines()
@@ -66,11 +76,13 @@ class Scheduler:
             raise RequestError(
                 "the prompt is empty; give at least one token", code="empty_prompt", param="prompt"
             )
-        if num_prompt >= self.longest:
+        is_answered = request.pooling is None
+        if num_prompt + is_answered > self.longest:
             in_context = self.longest == self.config.max_model_len
             why = "the context" if in_context else "the page pool (--num-pages)"
+            answer = ", one of them for the answer" if is_answered else ""
             raise RequestError(
-                f"the prompt has {num_prompt} tokens; {why} holds {self.longest}, one of them for the answer",
+                f"the prompt has {num_prompt} tokens; {why} holds {self.longest}{answer}",
                 code="context_length_exceeded",
                 param="prompt",
             )
@@ -171,7 +183,9 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult) -> Iterable[TokenEvent]:
         """Take in what a step returned; events come in row order, and can be iterated on another thread."""
-        scores = scores_of(plan, result)
+        scores, is_pooled = scores_of(plan, result), plan.pool_mean is not None
+        if is_pooled:
+            self._hidden.take(plan, result)
         if scores is not None:
             take_prompt_scores(plan, scores)
         tokens: list[int] = result.token.tolist()
@@ -187,6 +201,9 @@ class Scheduler:
             if flags[row] & 1:
                 events.special[row] = self._end(sequence, FinishReason.ERROR, error=_NOT_FINITE)
                 continue
+            if is_pooled and sequence.request.pooling is not None:
+                events.special[row] = self._end_pooled(sequence, result, row)
+                continue
             reason = take_token(sequence, tokens[row])
             if reason is None and sequence.has_emitted:
                 events.ordinary.append(row)
@@ -195,6 +212,15 @@ class Scheduler:
             if reason is not None:
                 self._end(sequence, reason)
         return events
+
+    def _end_pooled(self, sequence: Sequence, result: StepResult, row: int) -> TokenEvent:
+        """End a sequence whose prompt was computed for its hidden states."""
+        assert result.pooled is not None
+        event = self._hidden.event(sequence, result.pooled[row])
+        if event is None:
+            return self._end(sequence, FinishReason.ERROR, error=_NOT_FINITE)
+        self._end(sequence, FinishReason.STOP)
+        return event
 
     def fail(self, plan: Plan, message: str) -> list[TokenEvent]:
         """End the sequences of a step that could not be run."""
@@ -237,6 +263,7 @@ class Scheduler:
     ) -> TokenEvent:
         """The one way a sequence ends: everything it holds is released here."""
         self._roster.retire(sequence)
+        self._hidden.drop(sequence)
         sequence.finish_reason = reason
         return TokenEvent(
             request_id=sequence.request.request_id,
@@ -266,3 +293,4 @@ class Scheduler:
     def check(self) -> None:
         """Verify refcounts, tables, slots and queues; for tests."""
         self._roster.check(self.config.max_num_seqs)
+        assert self.has_work or not len(self._hidden), "hidden states of sequences that have ended"

@@ -38,6 +38,7 @@ class BatchShape:
     num_sampled   J: positions whose logits are computed
     full          penalties, bias, masks and log-probabilities, or greedy and sampling alone
     num_pairs     Z: sparse (sampled position, token id) pairs of the full body
+    pooled_dim    E where the rows' hidden states are given back pooled, else 0
     trash_row     R: running row that padding feeds back to
     """
 
@@ -54,6 +55,7 @@ class BatchShape:
     num_embeds: int = 0
     num_axes: int = 1
     has_recurrent: bool = False
+    pooled_dim: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +70,7 @@ class BatchShape:
             if not self.num_prefill
             else f"mixed-{self.num_decode}+{self.num_prefill}"
         )
-        return kind + ("-full" if self.full else "")
+        return kind + ("-full" if self.full else "") + ("-pooled" if self.pooled_dim else "")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ _FIELDS = (
     ),
     _Field("rope_position", "i", lambda s: (s.num_axes, s.num_tokens) if s.num_axes > 1 else (0,)),
     _Field("embed_index", "i", lambda s: (s.num_embeds,), lambda s: s.num_tokens),
+    _Field("pool_mean", "i", lambda s: (s.num_rows if s.pooled_dim else 0,)),
     _Field("sample_token", "i", lambda s: (s.num_sampled,)),
     _Field("sample_slot", "i", lambda s: (s.num_sampled,), lambda s: s.trash_row),
     _Field("sample_id", "i", lambda s: (s.num_sampled,)),
@@ -241,6 +244,7 @@ class Batch:
     recurrent_read, recurrent_write, recurrent_snapshot   [B] int32 slots, or empty
     embed_index     [Ne] int32       token whose embedding `embeds` replaces, N for none
     embeds          [Ne, E] or None
+    pool_mean       [B] int32        of steps that pool: 1 for the sum of the row's tokens, 0 for the last one
     """
 
     token_id: jax.Array
@@ -259,6 +263,7 @@ class Batch:
     recurrent_snapshot: jax.Array
     embed_index: jax.Array
     embeds: jax.Array | None
+    pool_mean: jax.Array
     shape: BatchShape = struct.field(pytree_node=False)
     backend: str = struct.field(pytree_node=False, default="xla")
 
