@@ -17,7 +17,7 @@ import numpy as np
 
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.config import EngineOptions, cache_home
-from xjax.engine.build import load_model, plan_engine, set_threads, with_defaults
+from xjax.engine.build import Model, load_model, plan_engine, set_threads, with_defaults
 from xjax.engine.pack import shapes_of
 from xjax.engine.step import StepSpec
 from xjax.engine.warmup import ProgramCache, ProgramTable
@@ -30,18 +30,22 @@ from xjax_server.bench.offline.worker import serve
 class StepAlone:
     """Programs over a state of their own."""
 
-    def __init__(self, model: str, *, threads: int, rows: int, tokens: int) -> None:
+    def __init__(
+        self, model: str | Model, *, threads: int, rows: int, tokens: int, backend: str = "xla"
+    ) -> None:
         set_threads(threads)
         device = jax.devices()[0]
         pages = rows * -(-tokens // 16) + 1
         options = EngineOptions(
             max_num_seqs=rows, max_model_len=tokens, num_pages=pages, page_size=16, dtype="float32"
         )
-        self._model = load_model(open_checkpoint(Path(model)), dtype="float32")
+        if isinstance(model, str):
+            model = load_model(open_checkpoint(Path(model)), dtype="float32")
+        self._model = model
         plan = plan_engine(self._model, with_defaults(options, device), device=device)
         self._config = plan.scheduler
         self._state = allocate(plan.state, jax.sharding.SingleDeviceSharding(device))
-        spec = StepSpec(self._model.family, self._model.config)
+        spec = StepSpec(self._model.family, self._model.config, backend)
         cache = ProgramCache(cache_home() / "compiled")
         self._table = ProgramTable(spec, self._model.params, self._state, cache=cache)
         self._shapes = [shape for shape in shapes_of(self._config) if not shape.full]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.flax
 import safetensors.numpy
 
 from tests.golden.checkpoints import write_folder
@@ -16,6 +17,7 @@ from tests.golden.recipe import weights
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.errors import LoadError
 from xjax.models.registry import load_config
+from xjax.state.quantized import QuantizedArray
 from xjax.weights.load import load_params
 
 pytestmark = pytest.mark.device
@@ -123,3 +125,31 @@ def test_faults_are_named(folder, edit, config, words):
     with pytest.raises(LoadError, match=words) as caught:
         load(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_float8_experts_are_read_as_numbers(tmp_path):
+    """Of a form that Qwen3-MoE is published in; the other matrices stay codes."""
+    case = FAMILY_CASES["qwen3moe_tied"]
+    folder = write_folder(case, tmp_path)
+    named = {name: jnp.asarray(value) for name, value in weights(case).items()}
+    stored, wanted = {}, {}
+    for name, value in named.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = value
+            continue
+        scale = jnp.abs(value).max() / 448
+        stored[name] = (value / scale).astype(jnp.float8_e4m3fn)
+        stored[name.replace("weight", "weight_scale_inv")] = scale.reshape(1, 1)
+        wanted[name] = stored[name].astype(jnp.float32) * scale
+    safetensors.flax.save_file(stored, folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    params = load(folder)
+    for layer in range(2):
+        half, prefix = params.layers[layer].feed_forward, f"model.layers.{layer}.mlp.experts."
+        for expert in range(6):
+            parts = [wanted[f"{prefix}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+            np.testing.assert_allclose(half.experts.gate_up[expert], np.concatenate(parts[:2]), rtol=1e-6)
+            np.testing.assert_allclose(half.experts.down[expert], parts[2], rtol=1e-6)
+        assert isinstance(params.layers[layer].attention.o, QuantizedArray)

@@ -36,7 +36,7 @@ from xjax.kernels.moe import xla
 
 NAME = "xjax_moe"
 _FEW_PAIRS = 64
-_FEW_BLOCK, _MANY_BLOCK = 16, 64  # outputs of an item; multiples of DOT_WIDTH; measured
+_FEW_BLOCK, _MANY_BLOCK = 16, 32  # outputs of an item; multiples of DOT_WIDTH; measured
 _MOST_WORKERS = 64
 _SCRATCH = 40  # slots of a worker: addresses of rows, columns, targets; factors; sums
 
