@@ -16,7 +16,7 @@ import numpy as np
 
 from xjax.config import SchedulerConfig
 from xjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
-from xjax.scheduler import Plan, Scheduler, ScoreArrays, StepResult
+from xjax.scheduler import Moves, Plan, Scheduler, ScoreArrays, StepResult, Transfer
 
 POISON = 0xDEADBEEF
 FLOAT_COLUMNS = (
@@ -149,6 +149,7 @@ class FakeDevice:
     def __init__(self, config: SchedulerConfig, model: FakeModel) -> None:
         self.config, self.model = config, model
         self.pages: list[np.ndarray] = []
+        self.hosts: list[np.ndarray] = []
         self.last_token = np.empty(0, np.int64)
         self._queue: list[Callable[[], None]] = []
         self.reset()
@@ -158,11 +159,68 @@ class FakeDevice:
         self._queue = []
         size = self.config.page_size
         self.pages = [np.full((count, size), POISON, np.uint32) for count in self.config.num_pages]
+        if not self.hosts:
+            counts = self.config.host_pages or (0,) * len(self.pages)
+            self.hosts = [np.full((count + 1, size), POISON, np.uint32) for count in counts]
         self.last_token = np.full(self.config.max_num_seqs, -1)
 
     def poison(self, group: int, pages: list[int]) -> None:
         """Spoil pages that nobody may read any more."""
         self._queue.append(lambda: self.pages[group].__setitem__(pages, POISON))
+
+    def poison_slots(self, group: int, slots: list[int]) -> None:
+        """Spoil host slots that nobody may read any more, not even a load that has not run."""
+        self.hosts[group][slots] = POISON
+
+    def save(self, transfer: Transfer) -> Callable[[], bool]:
+        """Put a save into the queue; call what comes back to land its pages, if they can be had."""
+        read: list[np.ndarray] = []
+        is_done = self._enqueue(
+            lambda: read.extend(pages[ids] for pages, ids in zip(self.pages, transfer.pages, strict=True))
+        )
+
+        def land() -> bool:
+            if not is_done():
+                return False
+            for host, slots, values in zip(self.hosts, transfer.slots, read, strict=True):
+                host[slots] = values
+            return True
+
+        return land
+
+    def load(self, transfer: Transfer) -> Callable[[], bool]:
+        """Put a load into the queue; call what comes back for whether it has been done."""
+
+        def run() -> None:
+            for pages, host, ids, slots in zip(
+                self.pages, self.hosts, transfer.pages, transfer.slots, strict=True
+            ):
+                pages[ids] = host[slots]
+
+        return self._enqueue(run)
+
+    def copy(self, moves: Moves) -> None:
+        """Put the copies of pages on the device into the queue."""
+
+        def run() -> None:
+            for pages, sources, targets in zip(self.pages, moves.sources, moves.targets, strict=True):
+                assert len(set(targets.tolist())) == len(targets), "a page is copied to twice"
+                pages[targets] = pages[sources]
+
+        self._queue.append(run)
+
+    def _enqueue(self, work: Callable[[], None]) -> Callable[[], bool]:
+        queue, done = self._queue, list[bool]()
+        queue.append(lambda: (work(), done.append(True)) and None)
+
+        def is_done() -> bool:
+            while queue and not done:
+                if queue is not self._queue:
+                    return False  # lost with everything else on the device
+                queue.pop(0)()
+            return bool(done)
+
+        return is_done
 
     def dispatch(self, plan: Plan) -> Callable[[], StepResult]:
         """Put a step into the queue; call what comes back to read its result."""
@@ -283,6 +341,8 @@ class FakeLoop:
     now            the fake clock, one second a step
     refused_steps  numbers of dispatches that raise at once
     broken_steps   numbers of dispatches whose results turn out to be lost, with all pages
+    broken_moves   serials of saves and loads that fail
+    move_delay     steps after which the mover reports, by serial
     is_checked     whether the scheduler's own bookkeeping is verified after each step
     """
 
@@ -294,8 +354,14 @@ class FakeLoop:
         lookahead: bool = True,
         refused_steps: frozenset[int] = frozenset(),
         broken_steps: frozenset[int] = frozenset(),
+        broken_moves: Callable[[int], bool] = lambda serial: False,
+        move_delay: Callable[[int], int] = lambda serial: 0,
         is_checked: bool = True,
     ) -> None:
+        self._broken_moves, self._move_delay = broken_moves, move_delay
+        self._moving: list[tuple[float, Callable[[], None]]] = []
+        self.moved_pages = 0
+        self.num_forward = 0
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config, model)
         self.events: list[TokenEvent] = []
@@ -323,7 +389,7 @@ class FakeLoop:
     @property
     def is_idle(self) -> bool:
         """Whether nothing lives and nothing is under way."""
-        return not self.scheduler.has_work and self._pending is None and not self._commands
+        return not (self.scheduler.has_work or self._pending or self._commands or self._moving)
 
     def step(self) -> Plan | None:
         """Go round the loop once."""
@@ -332,9 +398,15 @@ class FakeLoop:
         for command in commands:
             self._emit(command())
         self._emit(self.scheduler.expire(self.now))
+        self._report_moves()
         if not self._lookahead:
             self._settle()
         plan = self.scheduler.plan(self.now)
+        moves = self.scheduler.swap.take_moves()
+        if moves is not None:
+            self._move(moves)
+        if plan is not None:
+            self.num_forward += plan.num_decode + plan.num_prefill_tokens
         current = self._dispatch(plan) if plan is not None else None
         previous, self._pending = self._pending, current
         self._commit(previous)
@@ -344,6 +416,31 @@ class FakeLoop:
             self.scheduler.check()
         self._poison_free_pages()
         return plan
+
+    def _move(self, moves: Moves) -> None:
+        for transfer in moves.saves:
+            self.moved_pages += transfer.num_pages
+            is_done = self.device.save(transfer)
+            self._report(transfer, lambda t, done=is_done: self.scheduler.swap.end_save(
+                t.serial, ok=done() and not self._broken_moves(t.serial)))  # fmt: skip
+        self.device.copy(moves)
+        for transfer in moves.loads:
+            if self._broken_moves(transfer.serial):
+                self.scheduler.swap.end_load(transfer.serial, ok=False)
+                continue
+            self.moved_pages += transfer.num_pages
+            is_done = self.device.load(transfer)
+            self._report(transfer, lambda t, done=is_done: self.scheduler.swap.end_load(t.serial, ok=done()))
+
+    def _report(self, transfer: Transfer, report: Callable[[Transfer], None]) -> None:
+        due = self.now + 1 + self._move_delay(transfer.serial)
+        self._moving.append((due, lambda: report(transfer)))
+
+    def _report_moves(self) -> None:
+        due = [report for when, report in self._moving if when <= self.now]
+        self._moving = [item for item in self._moving if item[0] > self.now]
+        for report in due:
+            report()
 
     def _dispatch(self, plan: Plan) -> tuple[Plan, Callable[[], StepResult], int] | None:
         self.num_dispatched += 1
@@ -387,5 +484,12 @@ class FakeLoop:
 
     def _poison_free_pages(self) -> None:
         for group, pool in enumerate(self.scheduler._roster.book.pools):
-            free = [page for page in range(1, pool.num_pages) if not pool.refs(page)]
+            free = [
+                page for page in range(1, pool.num_pages) if not pool.refs(page) and not pool.is_kept(page)
+            ]
             self.device.poison(group, free)
+        for group, host in enumerate(self.scheduler._roster.book.hosts):
+            free = [
+                slot for slot in range(1, host.num_pages) if not host.refs(slot) and not host.is_kept(slot)
+            ]
+            self.device.poison_slots(group, free)

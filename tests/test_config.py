@@ -12,7 +12,8 @@ from xjax.errors import LoadError
     ("max_num_seqs", 0), ("max_num_seqs", 1.0), ("max_num_seqs", True), ("max_model_len", 1),
     ("prefill_chunk_size", 15), ("kv_fraction", 0), ("kv_fraction", 1.1), ("kv_fraction", float("nan")),
     ("kv_fraction", "half"), ("num_pages", 1), ("page_size", 0), ("dtype", "int8"), ("kvcache_dtype", "fp8"),
-    ("kernels", "fast"), ("threads", 0), ("preemption_mode", "swap"), ("max_queue", 0),
+    ("kernels", "fast"), ("threads", 0), ("preemption_mode", "drop"), ("cpu_mem_fold", -1.0),
+    ("disable_prefix_cache", 1), ("max_queue", 0),
     ("generation_config", "some"), ("seed", -1),
 ])  # fmt: skip
 def test_an_option_out_of_range_is_named(name, value):

@@ -26,9 +26,11 @@ ARRAY_TYPES = re.compile(r"\b(Array|ndarray|NDArray|ArrayLike)\b")
 BROAD_EXCEPT = {
     "xjax/engine/delivery.py": (1, "top of the output thread"),
     "xjax/engine/loop.py": (
-        3,
-        "top of the engine thread, and what a step or the device raises ends that step",
+        6,
+        "top of the engine thread; what a step or the device raises ends that step, what a move of pages "
+        "raises ends that move",
     ),
+    "xjax/engine/transfer.py": (1, "top of the mover's thread: a save that failed is reported"),
     "xjax/engine/warmup.py": (1, "top of a compile thread: what it raises goes to who waits"),
     "xjax/text/folder.py": (1, "tokenizers raises bare Exception"),
     "xjax_server/app.py": (1, "top of the application: the envelope instead of a trace"),

@@ -85,7 +85,7 @@ def _option(default: Any, text: str, **extra: Any) -> Any:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "xla", "numba")
-PREEMPTION_MODES = ("auto", "recompute")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,27 @@ class EngineOptions:
         "auto", "kernel family; auto: numba on a CPU that has AVX2, else xla", choices=KERNELS
     )
     threads: int | None = _option(None, "processor threads to compute with; default: all", low=1, high=1024)
-    preemption_mode: str = _option("auto", "what happens when pages run out", choices=PREEMPTION_MODES)
+    preemption_mode: str = _option(
+        "auto",
+        "when pages run out: move some of a sequence to the host (swap) or compute it again; "
+        "auto: what takes less time, as measured",
+        choices=PREEMPTION_MODES,
+    )
+    cpu_mem_fold: float | None = _option(
+        None,
+        "host memory for pages, as a multiple of the device's pages; "
+        "default: 0.5, or 0 where both are the same memory, as on CPU",
+        low=0.0,
+        high=64.0,
+    )
+    disable_prefix_cache: bool = _option(
+        False,
+        "compute every prompt anew instead of reusing pages of equal beginnings",
+        aliases=("no_enable_prefix_caching",),
+    )
+    prefix_cache_max_tokens: int | None = _option(
+        None, "most tokens that the prefix cache keeps; default: what the pages hold", low=0, high=2**40
+    )
     max_queue: int | None = _option(
         None, "requests that may wait; default: no limit, of the server 1024", low=1, high=10**7
     )
@@ -168,9 +188,12 @@ class EngineOptions:
                 continue
             if "choices" in meta and value not in meta["choices"]:
                 raise LoadError(f"{flag} must be one of {', '.join(meta['choices'])}, not {value!r}")
+            if item.type == "bool" or item.type is bool:
+                if not isinstance(value, bool):
+                    raise LoadError(f"{flag} must be true or false, not {value!r}")
             if "low" in meta:
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if item.name != "kv_fraction":
+                if not isinstance(meta["low"], float):
                     is_number = is_number and isinstance(value, int)
                 if not is_number or not meta["low"] <= value <= meta["high"]:
                     raise LoadError(f"{flag} must be from {meta['low']} to {meta['high']}, not {value!r}")
@@ -246,6 +269,13 @@ class SchedulerConfig:
     has_recurrent: bool = False
     step_time_target: float = 0.25  # seconds that a step with running decodes should take
     embed_dim: int = 0  # numbers of a hidden state, which steps that pool them give back
+    prefix_cache: bool = True
+    prefix_cache_max_tokens: int | None = None
+    namespace: bytes = bytes(32)  # of page keys: everything but the tokens that a page's bytes depend on
+    host_pages: tuple[int, ...] | None = None  # slots in host memory by group, None for none
+    page_bytes: tuple[int, ...] | None = None  # by group, to judge what moving a page costs
+    preemption_mode: str = "auto"  # auto, swap or recompute
+    least_awaited: int = 32  # tokens worth waiting for while another computes them: the cost of a step
 
 
 # ---- environment ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.engine.schedules import alone, make_jobs, run_schedule
 from tests.engine.tiny import VOCAB, Client
 from xjax.engine import loop
 from xjax.request import SamplingParams
-from xjax.scheduler.memory import RowTable
+from xjax.scheduler.pages.rows import RowTable
 from xjax.state.batch import Packed
 
 pytestmark = pytest.mark.device
@@ -32,7 +32,7 @@ MINIMA = {
 
 @pytest.fixture(scope="module")
 def jobs():
-    return [make_jobs(seed, count=22, longest=156) for seed in range(NUM_SCHEDULES)]
+    return [make_jobs(seed, count=28, longest=156) for seed in range(NUM_SCHEDULES)]
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def recurrent():
 
 def test_recurrent_state_follows_its_sequence(recurrent):
     model, plan, table, poisoned = recurrent
-    engine = Engine(model.params, poisoned, table, plan.scheduler, vocab_size=VOCAB)
+    engine = Engine(model.params, poisoned, table, plan.scheduler, spec=model.spec, vocab_size=VOCAB)
     client, rng = Client(engine), np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 70, 9, 33, 90, 4, 17, 64, 5, 100)]
     answers = [client.start(prompt, GREEDY.replace(n=2 if i == 3 else 1)) for i, prompt in enumerate(prompts)]
@@ -141,7 +141,7 @@ def test_reading_the_own_slot_at_the_start_shows(recurrent, monkeypatch):
     """The poison works: a fresh sequence that reads its row's slot fails."""
     monkeypatch.setattr("xjax.engine.pack.zero_slot", lambda num_rows: num_rows + 2)
     model, plan, table, poisoned = recurrent
-    engine = Engine(model.params, poisoned, table, plan.scheduler, vocab_size=VOCAB)
+    engine = Engine(model.params, poisoned, table, plan.scheduler, spec=model.spec, vocab_size=VOCAB)
     assert "not finite" in Client(engine).run([1, 2, 3], GREEDY).error
     engine.close()
 
@@ -239,7 +239,7 @@ def test_weights_may_be_codes(llama_kit):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     engine = Engine(
         jax.device_put(plain, sharding), partial(allocate, llama_kit.plan.state, sharding), llama_kit.table,
-        llama_kit.plan.scheduler, vocab_size=VOCAB,
+        llama_kit.plan.scheduler, spec=llama_kit.model.spec, vocab_size=VOCAB,
     )  # fmt: skip
     expected = Client(engine).run(prompt, params_of_request)
     engine.close()

@@ -287,14 +287,18 @@ def test_samples_compute_the_full_pages_of_a_prompt_once(windows, num_prompt):
     stats = play.end()
     shared = (num_prompt - 1) // 4 * 4
     assert stats["shared_tokens"] == 4 * shared
-    assert stats["prefill_tokens"] == 5 * num_prompt - 4 * shared
+    # A sample of which one prompt token is left computes that with the decodes.
+    partial = num_prompt - 1 - shared
+    forward = stats["prefill_tokens"] + stats["decode_tokens"]
+    assert forward == 5 * (num_prompt + 5) - 4 * (shared + partial)
+    assert stats["page_copies"] == 4 * len(windows) * (partial > 0)
 
 
 def test_recurrent_models_share_nothing():
     play = Play(config(has_recurrent=True))
     play.submit(request("a", 17, 6, n=3))
     stats = play.end()
-    assert (stats["shared_tokens"], stats["prefill_tokens"]) == (0, 51)
+    assert (stats["shared_tokens"], stats["prefill_tokens"] + stats["decode_tokens"]) == (0, 3 * (17 + 5))
 
 
 @pytest.mark.parametrize("step", range(9))

@@ -6,7 +6,7 @@ A trace is a function of its seed. `run_trace` raises AssertionError at the firs
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Trace:
     hunted: set[str]  # aborted as soon as they are preempted
     refused_steps: frozenset[int] = frozenset()
     broken_steps: frozenset[int] = frozenset()
+    broken_moves: float = 0.0  # share of saves and loads that fail
+    move_delay: int = 0  # most steps until the mover reports
     lookahead: bool = True
 
 
@@ -68,7 +70,13 @@ def make_config(rng: np.random.Generator, **changes: object) -> SchedulerConfig:
         "shapes": shapes,
         "max_queue": int(rng.integers(3, 8)) if rng.random() < 0.3 else None,
         "has_recurrent": bool(rng.random() < 0.15),
+        "prefix_cache": bool(rng.random() < 0.8),
+        "prefix_cache_max_tokens": int(rng.integers(0, 80)) if rng.random() < 0.2 else None,
+        "preemption_mode": str(rng.choice(["auto", "swap", "recompute"], p=[0.2, 0.6, 0.2])),
     }
+    if rng.random() < 0.7:
+        share = rng.choice([0.3, 1.0, 2.0])
+        values["host_pages"] = tuple(1 + int(count * share) for count in values["num_pages"])
     return SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -105,6 +113,7 @@ def make_trace(seed: int) -> Trace:
     hunted: set[str] = set()
     is_burst = rng.random() < 0.3  # many short prompts at once that all grow
     has_priorities = rng.random() < 0.4
+    stems = [rng.integers(2, model.nan_token, longest) for _ in range(2)]  # what prompts begin with
     for number in range(int(rng.integers(3, 12))):
         name = f"r{number}"
         step = int(rng.integers(0, 3 if is_burst else 30))
@@ -112,9 +121,14 @@ def make_trace(seed: int) -> Trace:
         low, high = (1, longest) if kind < 0.3 else (1, max(longest // 4, 2))
         num_prompt = longest - 1 if kind > 0.97 else int(rng.integers(low, high))
         sampling = make_sampling(rng, longest - num_prompt)
+        prompt = rng.integers(2, model.nan_token, num_prompt)
+        if rng.random() < 0.6:
+            same = int(rng.choice([num_prompt, rng.integers(0, num_prompt + 1)]))
+            prompt[:same] = stems[rng.integers(2)][:same]
         request = Request(
             request_id=name,
-            prompt_ids=tuple(int(i) for i in rng.integers(2, model.nan_token, num_prompt)),
+            prompt_ids=tuple(int(i) for i in prompt),
+            cache_salt=b"other" if rng.random() < 0.2 else b"",
             sampling=sampling,
             eos_ids=frozenset({EOS}),
             priority=int(rng.integers(0, 3)) if has_priorities else 0,
@@ -132,8 +146,66 @@ def make_trace(seed: int) -> Trace:
     failing = rng.random() < 0.3
     numbers = [frozenset(rng.integers(1, 60, 2).tolist()) if failing else frozenset() for _ in range(2)]
     return Trace(
-        config, model, arrivals, aborts, text_stops, hunted, *numbers, lookahead=bool(rng.random() < 0.8)
+        config, model, arrivals, aborts, text_stops, hunted, *numbers,
+        broken_moves=0.3 if rng.random() < 0.3 else 0.0, move_delay=int(rng.choice([0, 0, 1, 5])),
+        lookahead=bool(rng.random() < 0.8),
+    )  # fmt: skip
+
+
+def make_cache_trace(seed: int) -> Trace:
+    """A trace in which many prompts begin alike and pages are few: conversations that go on, and bursts."""
+    rng = np.random.default_rng([seed, 1])
+    windows = WINDOWS[rng.integers(len(WINDOWS))]
+    page_size, max_model_len = int(rng.choice([1, 2, 4])), int(rng.integers(40, 90))
+    whole = -(-max_model_len // page_size)
+    num_pages = tuple(2 + int(whole * rng.choice([1.0, 1.2, 1.6])) for _ in windows)
+    config = make_config(
+        rng, page_size=page_size, max_model_len=max_model_len, max_num_seqs=int(rng.integers(3, 8)),
+        windows=windows, num_pages=num_pages, max_queue=None, has_recurrent=False,
+        prefix_cache=bool(rng.random() < 0.9),
+        prefix_cache_max_tokens=int(rng.integers(8, 80)) if rng.random() < 0.15 else None,
+        preemption_mode=str(rng.choice(["swap", "recompute"], p=[0.85, 0.15])),
+        host_pages=tuple(1 + int(count * rng.choice([0.4, 1.0, 3.0])) for count in num_pages),
+        least_awaited=int(rng.choice([1, 4])),
+    )  # fmt: skip
+    sizes = sorted({1, min(3, config.max_num_seqs), config.max_num_seqs})
+    config = replace(
+        config,
+        shapes=replace(config.shapes, decode_rows=tuple(sizes), num_pairs=max_model_len + 12),
     )
+    longest, model = Scheduler(config).longest, FakeModel(config.windows)
+    arrivals: dict[int, list[Request]] = defaultdict(list)
+    aborts: dict[int, list[str]] = defaultdict(list)
+    hunted: set[str] = set()
+    stems = [rng.integers(2, model.nan_token, longest) for _ in range(int(rng.integers(1, 4)))]
+    last = int(rng.choice([2, 20, 60]))
+    for number in range(int(rng.integers(6, 16))):
+        step = int(rng.integers(0, last))
+        num_prompt = int(rng.integers(page_size + 1, max(longest // 2, page_size + 2)))
+        prompt = rng.integers(2, model.nan_token, num_prompt)
+        same = int(rng.choice([num_prompt, num_prompt - 1, rng.integers(0, num_prompt + 1)]))
+        prompt[:same] = stems[rng.integers(len(stems))][:same]
+        sampling = make_sampling(rng, longest - num_prompt).replace(
+            max_tokens=int(rng.integers(8, 40)), min_tokens=0, prompt_logprobs=None, ignore_eos=True,
+            n=int(rng.integers(2, 4)) if rng.random() < 0.1 else 1, stop_token_ids=(),
+        )  # fmt: skip
+        request = Request(
+            request_id=f"r{number}", prompt_ids=tuple(int(i) for i in prompt), sampling=sampling,
+            eos_ids=frozenset({EOS}), arrival=float(step),
+            cache_salt=b"other" if rng.random() < 0.1 else b"",
+        )  # fmt: skip
+        arrivals[step].append(request)
+        if rng.random() < 0.1:
+            aborts[step + int(rng.integers(0, 60))].append(request.request_id)
+        elif rng.random() < 0.1:
+            hunted.add(request.request_id)
+    failing = rng.random() < 0.15
+    numbers = [frozenset(rng.integers(1, 90, 2).tolist()) if failing else frozenset() for _ in range(2)]
+    return Trace(
+        config, model, arrivals, aborts, {}, hunted, *numbers,
+        broken_moves=0.3 if rng.random() < 0.2 else 0.0, move_delay=int(rng.choice([0, 0, 1, 5])),
+        lookahead=bool(rng.random() < 0.8),
+    )  # fmt: skip
 
 
 def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
@@ -144,6 +216,8 @@ def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
         lookahead=trace.lookahead,
         refused_steps=trace.refused_steps,
         broken_steps=trace.broken_steps,
+        broken_moves=lambda serial: np.random.default_rng(serial).random() < trace.broken_moves,
+        move_delay=lambda serial: serial % (trace.move_delay + 1),
         is_checked=is_checked,
     )
     run, accepted, due = Run(), {}, defaultdict(list)
@@ -249,7 +323,9 @@ def _check_end(loop: FakeLoop, run: Run) -> None:
     assert (stats["running"], stats["waiting"], stats["queued_requests"]) == (0, 0, 0)
     for group in range(len(loop.scheduler.config.num_pages)):
         assert stats[f"pages_used_{group}"] == 0, "pages are lost"
-    run.counts.update({name: int(value) for name, value in stats.items() if name in loop.scheduler._counts})
+    roster = loop.scheduler._roster
+    counted = {**roster.counts, **roster.prefix.counts, **roster.swap.counts}
+    run.counts.update({name: int(stats[name]) for name in counted})
 
 
 def check_events(request: Request, events: list[TokenEvent], answer: Answer) -> None:
@@ -266,10 +342,9 @@ def check_events(request: Request, events: list[TokenEvent], answer: Answer) -> 
     for event in first:
         scores = list(event.prompt_logprobs) if event.prompt_logprobs is not None else None
         assert scores == answer.prompt_logprobs
-    assert [event.num_cached_tokens for event in events if event.token_ids] == [
-        0,
-        *[None] * (len(tokens) - 1),
-    ][: len(tokens)]
+    cached = [event.num_cached_tokens for event in events if event.token_ids]
+    assert all(count is None for count in cached[1:])
+    assert all(count is not None and 0 <= count < len(request.prompt_ids) for count in cached[:1])
     if final.finish_reason is FinishReason.LENGTH or final.token_ids or _is_nan(final):
         assert (tokens, final.finish_reason) == (answer.token_ids, answer.reason), (
             "it ended too early or too late"

@@ -5,6 +5,7 @@ open_checkpoint -> load_model -> plan -> Engine
 """
 
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,6 @@ from xjax.engine.loop import Engine
 from xjax.engine.memory import MemoryPlan, available_bytes, plan_memory
 from xjax.engine.step import StepSpec
 from xjax.engine.warmup import ProgramCache, ProgramTable
-from xjax.engine.zeros import give_back_zeros
 from xjax.errors import LoadError
 from xjax.kernels.choice import choose
 from xjax.kernels.pages import page_dtype
@@ -28,6 +28,7 @@ from xjax.models.family import Family
 from xjax.models.registry import load_config
 from xjax.state.kv import EngineState, abstract_state, allocate, state_bytes
 from xjax.state.quantized import is_quantized, working_bytes
+from xjax.state.zeros import give_back_zeros
 from xjax.weights.load import load_params
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -150,6 +151,8 @@ def plan_engine(
         kv_fraction=options.kv_fraction,
         num_pages=options.num_pages,
         recurrent=state_bytes(empty),
+        host_fold=_host_fold(options, device),
+        is_shared=device.platform == "cpu",
     )
     scheduler = SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
@@ -161,8 +164,24 @@ def plan_engine(
         max_queue=options.max_queue,
         has_recurrent=has_recurrent(spec),
         embed_dim=config.embed_dim,
+        prefix_cache=not options.disable_prefix_cache,
+        prefix_cache_max_tokens=options.prefix_cache_max_tokens,
+        # Of this process alone: nothing outside of it is looked up by these keys yet.
+        namespace=secrets.token_bytes(32),
+        host_pages=memory.host_pages if any(memory.host_pages) else None,
+        page_bytes=memory.page_bytes,
+        preemption_mode=options.preemption_mode,
     )
     return EnginePlan(config, scheduler, memory, build(num_pages=memory.num_pages))
+
+
+def _host_fold(options: EngineOptions, device: Any) -> float:
+    """Pages on the host for each on the device; none where that would only be the same memory twice."""
+    if options.preemption_mode == "recompute":
+        return 0.0
+    if options.cpu_mem_fold is not None:
+        return options.cpu_mem_fold
+    return 0.0 if device.platform == "cpu" and options.preemption_mode == "auto" else 0.5
 
 
 def activation_bytes(model: Model, shapes: StepShapes) -> int:
@@ -229,6 +248,7 @@ def start_engine(
         lambda: jax.tree.map(lambda leaf: give_back_zeros(allocate(leaf, _sharding(model))), plan.state),
         table,
         plan.scheduler,
+        spec=model.spec,
         vocab_size=model.config.vocab_size,
         lookahead=lookahead,
     )

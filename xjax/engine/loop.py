@@ -21,14 +21,15 @@ import jax
 import numpy as np
 
 from xjax.backend import EventSink
-from xjax.config import SchedulerConfig
+from xjax.config import CacheSpec, SchedulerConfig
 from xjax.engine.delivery import Delivery
 from xjax.engine.metrics import EngineMetrics
 from xjax.engine.pack import Packer, first_shapes, unpack_result
+from xjax.engine.transfer import Mover
 from xjax.engine.warmup import Program, ProgramTable
 from xjax.errors import CapacityError, EngineError, LoadError, RequestError, XjaxError
 from xjax.request import Request, TokenEvent
-from xjax.scheduler import Plan, Scheduler
+from xjax.scheduler import Moves, Plan, Scheduler
 from xjax.state.batch import BatchShape
 from xjax.state.kv import EngineState
 
@@ -53,6 +54,7 @@ class Engine:
     params            parameters, owned by the caller too, never donated
     allocate          makes a zero state; called at start and after a failed step took the state
     table             the compiled steps
+    spec              what each layer keeps between steps
     vocab_size        ids of prompts and biases must lie below
     lookahead         False reads each step before the next is planned; for comparison
     """
@@ -64,6 +66,7 @@ class Engine:
         table: ProgramTable,
         config: SchedulerConfig,
         *,
+        spec: CacheSpec,
         vocab_size: int,
         lookahead: bool = True,
     ) -> None:
@@ -73,11 +76,9 @@ class Engine:
         self._params = params
         self._allocate = allocate
         self._state: EngineState | None = allocate()
-        device = next(iter(jax.tree.leaves(self._state)[0].devices()))
-        # Where results lie in reach, asking for them ahead only costs the wake-up of a thread.
-        self._copies_ahead = device.platform != "cpu"
         self._scheduler = Scheduler(config)
         self._pack = Packer(config)
+        self._mover = Mover(spec, self._state, config.host_pages, self._saved)
         self._vocab_size = vocab_size
         self._lookahead = lookahead
         self._commands: deque[Callable[[], list[TokenEvent]]] = deque()
@@ -137,6 +138,19 @@ class Engine:
         """End one sample at a stop that the text showed; see `Backend.finish`."""
         self._command(lambda: self._scheduler.finish(request_id, sample_id, num_tokens))
 
+    def clear_cache(self) -> None:
+        """Forget every prefix, soon; running requests keep their pages."""
+
+        def clear() -> list[TokenEvent]:
+            self._scheduler.prefix.clear()
+            return []
+
+        self._command(clear)
+
+    def prepare_moves(self) -> None:
+        """Compile what moving pages may need, so that no request waits for it."""
+        self._mover.prepare()
+
     def abort(self, request_id: str) -> None:
         """End every sample of a request; see `Backend.abort`."""
         self._command(lambda: self._scheduler.abort(request_id))
@@ -156,6 +170,7 @@ class Engine:
             self._wake.notify()
         self.table.close()
         self._thread.join()
+        self._mover.close()
         self._delivery.close()
         self._params, self._state = None, None
         self._masks.clear()
@@ -208,6 +223,10 @@ class Engine:
             self._collect_down_to(0)
         began = time.perf_counter()
         plan = self._scheduler.plan(time.monotonic())
+        moves = self._scheduler.swap.take_moves()
+        if moves is not None and not self._move(moves):
+            self._moves_failed(plan)
+            return
         if plan is None and not self._under_way:
             with self._wake:  # every live sequence waits for something outside
                 if not self._commands and not self._is_stopping:
@@ -232,6 +251,51 @@ class Engine:
             self._num_entering -= 1
         return []
 
+    def _move(self, moves: Moves) -> bool:
+        """Start to move pages; False when the step that was planned with them must not run."""
+        assert self._state is not None
+        for transfer in moves.saves:
+            try:
+                self._mover.save(self._state, transfer)
+            except Exception as error:  # noqa: BLE001  the sequence computes again
+                _log.error("pages could not be saved: %s", error, exc_info=error)
+                self._scheduler.swap.end_save(transfer.serial, ok=False)
+        try:
+            self._state = self._mover.copy(self._state, moves)
+        except Exception as error:  # noqa: BLE001  the step that needs them fails
+            _log.error("pages could not be copied: %s", error, exc_info=error)
+            return False
+        for transfer in moves.loads:
+            is_there = True
+            try:
+                self._state = self._mover.load(self._state, transfer)
+            except Exception as error:  # noqa: BLE001  the sequence waits as before
+                _log.error("pages could not be loaded: %s", error, exc_info=error)
+                is_there = False
+            self._scheduler.swap.end_load(transfer.serial, ok=is_there)
+            if not is_there and self._is_state_lost():
+                return False
+        return True
+
+    def _moves_failed(self, plan: Plan | None) -> None:
+        self._collect_down_to(0)
+        if plan is not None:
+            self._step_failed(plan, EngineError("pages could not be moved"))
+        elif self._is_state_lost():
+            self._renew_state()
+
+    def _saved(self, serial: int, is_there: bool, num_bytes: int, seconds: float) -> None:
+        """Take in, from the mover's thread, that a save has ended."""
+
+        def tell() -> list[TokenEvent]:
+            self._scheduler.swap.end_save(serial, ok=is_there)
+            if is_there:
+                self.metrics.note_move(num_bytes, seconds)
+                self._scheduler.pace.observe_move(num_bytes, seconds)
+            return []
+
+        self._command(tell)
+
     def _dispatch(self, plan: Plan, planned: float) -> bool:
         """Start a step; False when it could not be, and then nothing is under way."""
         try:
@@ -242,7 +306,7 @@ class Engine:
             vector = self._pack(plan, shape)
             arguments = (vector, self._all_allowed(shape)) if shape.full else (vector,)
             self._state, output = program.call(self._params, self._state, *arguments)
-            if self._copies_ahead:
+            if self._mover.is_remote:
                 output.copy_to_host_async()
         except LoadError:
             raise  # a program that fails the audit: nothing can be served
@@ -295,11 +359,14 @@ class Engine:
         _log.error("step failed: %s", line, exc_info=error)
         self._delivery.put(self._scheduler.fail(plan, f"the step failed: {line}"))
         if self._is_state_lost():
-            for step in self._under_way:  # ran on what was lost; whoever is only there computes again
-                self._scheduler.cancel(step.plan)
-            self._under_way.clear()
-            self._scheduler.preempt_all()
-            self._state = self._allocate()
+            self._renew_state()
+
+    def _renew_state(self) -> None:
+        for step in self._under_way:  # ran on what was lost; whoever is only there computes again
+            self._scheduler.cancel(step.plan)
+        self._under_way.clear()
+        self._scheduler.preempt_all()
+        self._state = self._allocate()
 
     def _is_state_lost(self) -> bool:
         try:

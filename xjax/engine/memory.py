@@ -34,6 +34,7 @@ class MemoryPlan:
     num_pages        pages by group, the trash page included
     page_bytes       bytes of one page in all layers of its group
     longest          tokens of the longest single request that fits
+    host_pages       pages by group that host memory holds beside
     total_tokens     tokens that all pages of the group that fills up first hold
     """
 
@@ -47,6 +48,7 @@ class MemoryPlan:
     page_size: int
     longest: int
     total_tokens: int
+    host_pages: tuple[int, ...] = ()
 
     @property
     def pages_total(self) -> int:
@@ -62,10 +64,17 @@ class MemoryPlan:
             ("activations", _mb(self.activations)),
             ("programs", _mb(self.programs)),
             ("pages", f"{_mb(self.pages_total)} ({pages} of {self.page_size} tokens)"),
+            ("pages on the host", self._host_text()),
             ("recurrent state", _mb(self.recurrent)),
             ("tokens that fit", str(self.total_tokens)),
             ("longest request", f"{self.longest} tokens"),
         ]
+
+    def _host_text(self) -> str:
+        if not any(self.host_pages):
+            return "none"
+        size = sum(count * each for count, each in zip(self.host_pages, self.page_bytes, strict=True))
+        return f"{_mb(size)} ({' + '.join(map(str, self.host_pages))})"
 
 
 def plan_memory(
@@ -83,8 +92,13 @@ def plan_memory(
     kv_fraction: float,
     num_pages: int | None = None,
     recurrent: int = 0,
+    host_fold: float = 0.0,
+    is_shared: bool = False,
 ) -> MemoryPlan:
     """Divide `available` bytes. `num_pages` overrides the pages of the largest group.
+
+    host_fold   pages in host memory for each one on the device
+    is_shared   whether host memory is the device's, so that both must fit
 
     Raises LoadError with the numbers when a single page does not fit.
     """
@@ -93,7 +107,8 @@ def plan_memory(
     need = tuple(_pages_of_sequence(group.window, max_model_len, page_size, chunk) for group in groups)
     programs = RUNTIME_BYTES + num_programs * PROGRAM_BYTES
     left = available - weights - activations - programs - recurrent
-    sequence_bytes = sum(count * size for count, size in zip(need, page_bytes, strict=True))
+    beside = 1.0 + (host_fold if is_shared else 0.0)
+    sequence_bytes = sum(count * size for count, size in zip(need, page_bytes, strict=True)) * beside
     if num_pages is not None:
         scale = (num_pages - 1) / max(need, default=1)
     elif sequence_bytes:
@@ -106,7 +121,7 @@ def plan_memory(
     if whole and scale < 1:
         held = [_pages_of_sequence(group.window, whole[0] * page_size, page_size, chunk) for group in groups]
         pages = tuple(max(count, least + 1) for count, least in zip(pages, held, strict=True))
-    if groups and (min(pages) < 2 or _bytes(pages, page_bytes) > left):
+    if groups and (min(pages) < 2 or _bytes(pages, page_bytes) * beside > left):
         raise LoadError(
             f"memory: {_mb(available)} available, but weights take {_mb(weights)}, activations "
             f"{_mb(activations)}, programs {_mb(programs)}, recurrent state {_mb(recurrent)}, and "
@@ -134,6 +149,7 @@ def plan_memory(
         page_size=page_size,
         longest=longest,
         total_tokens=tokens,
+        host_pages=tuple(int((count - 1) * host_fold) for count in pages),
     )
 
 

@@ -71,6 +71,8 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_failed_steps = 0
+        self.saved_bytes = 0
+        self.saving_seconds = 0.0
         self.host_seconds: deque[float] = deque(maxlen=512)
         self.work_seconds: deque[float] = deque(maxlen=512)
         self.step_seconds: deque[float] = deque(maxlen=512)
@@ -95,6 +97,11 @@ class EngineMetrics:
         self._last_read, self._worked = read, worked
         return seconds
 
+    def note_move(self, num_bytes: int, seconds: float) -> None:
+        """Take in one save of pages to the host."""
+        self.saved_bytes += num_bytes
+        self.saving_seconds += seconds
+
     def end_warm_up(self) -> None:
         """From now on no compile is expected, and each is counted."""
         self.compiles = self.compiles or CompileCounter()
@@ -109,6 +116,8 @@ class EngineMetrics:
         return {
             "engine_steps": self.num_steps,
             "failed_steps": self.num_failed_steps,
+            "swap_out_bytes": self.saved_bytes,
+            "swap_out_seconds": self.saving_seconds,
             "compiles_after_warmup": self.compiles.count if self.compiles is not None else 0,
             "host_seconds_median": _median(self.host_seconds),
             "work_seconds_median": _median(self.work_seconds),

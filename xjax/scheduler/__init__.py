@@ -1,6 +1,7 @@
 """Host scheduler: which sequence computes which tokens next. No arrays on a device, no text."""
 
+from xjax.scheduler.pages.moves import Moves, Transfer
 from xjax.scheduler.plan import Chunk, Plan, ScoreArrays, StepResult
 from xjax.scheduler.scheduler import Scheduler
 
-__all__ = ["Chunk", "Plan", "Scheduler", "ScoreArrays", "StepResult"]
+__all__ = ["Chunk", "Moves", "Plan", "Scheduler", "ScoreArrays", "StepResult", "Transfer"]

@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Iterator
 
 from xjax.request import Request
-from xjax.scheduler.memory import PageBook
+from xjax.scheduler.pages.book import PageBook
 from xjax.scheduler.sequence import Sequence, Status
 
 _MAX_BYPASSED = 16
@@ -24,6 +24,8 @@ class SampleGroup:
 
     num_shared    tokens of full prompt pages, short of the last token
     shared        page ids by group, held by this object; None while there are none
+    partial       the page behind them by group, held too, where it has prompt tokens short of the last:
+                  samples copy it, since each writes on in it
     is_pending    sample 0 has not computed its prompt yet and the others stay out of the line
     has_started   some sample was admitted once
     """
@@ -35,7 +37,8 @@ class SampleGroup:
         self.sequences = sequences
         self.num_shared = (len(request.prompt_ids) - 1) // page_size * page_size
         self.shared: tuple[list[int], ...] | None = None
-        self.is_pending = can_share and len(sequences) > 1 and self.num_shared > 0
+        self.partial: tuple[int, ...] | None = None
+        self.is_pending = can_share and len(sequences) > 1 and len(request.prompt_ids) > 1
         self.has_started = False
 
     @property
@@ -47,12 +50,6 @@ class SampleGroup:
         """Whether a sample waits for sample 0 instead of standing in the line."""
         return self.is_pending and sequence.sample_id > 0
 
-    def horizon(self, sequence: Sequence) -> int:
-        """First position whose window must stay in pages when `sequence` goes on from where it is."""
-        if self.is_pending and sequence.sample_id == 0:
-            return min(sequence.num_computed, self.num_shared)
-        return sequence.num_computed
-
     def publish(self, book: PageBook) -> None:
         """Hold the prompt pages of sample 0 for the samples that still wait."""
         assert self.is_pending
@@ -62,28 +59,45 @@ class SampleGroup:
         for pool, pages in zip(book.pools, shared, strict=True):
             pool.retain(page for page in pages if page)
         self.shared = shared
+        if len(self.request.prompt_ids) - 1 > self.num_shared:
+            self.partial = tuple(pages[num_pages] for pages in self.sequences[0].pages)
+            for pool, page in zip(book.pools, self.partial, strict=True):
+                pool.retain((page,))
 
-    def adopt(self, sequence: Sequence, book: PageBook) -> None:
-        """Start a waiting sample from the shared pages, where there are any."""
+    def adopt(self, sequence: Sequence, book: PageBook) -> bool:
+        """Start a waiting sample from the shared pages; False where there are none for it.
+
+        The copy of the partial page is the caller's to make.
+        """
         if self.shared is None or sequence.prompt_logprobs is not None:
-            return
+            return False
+        if self.partial is not None and any(not pool.num_available for pool in book.pools):
+            return False
         assert not sequence.num_computed and not any(sequence.pages)
         for group, pages in enumerate(self.shared):
             book.pools[group].retain(page for page in pages if page)
             sequence.pages[group].extend(pages)
             sequence.num_passed[group] = next((i for i, page in enumerate(pages) if page), len(pages))
         sequence.num_computed = self.num_shared
+        return True
 
     def drop(self, book: PageBook) -> None:
         """Let go of the shared pages; samples that still wait compute them anew."""
         assert self.shared is not None
         for pool, pages in zip(book.pools, self.shared, strict=True):
-            pool.release(page for page in pages if page)
-        self.shared = None
+            pool.release(page for page in reversed(pages) if page)
+        for pool, page in zip(book.pools, self.partial or (), strict=False):
+            pool.release((page,))
+        self.shared = self.partial = None
 
     def num_held(self, page_group: int) -> int:
-        """Shared pages in a page group."""
+        """Shared pages in a page group that a sample can go on from without a copy."""
         return sum(page != 0 for page in self.shared[page_group]) if self.shared is not None else 0
+
+    def held_in(self, page_group: int) -> list[int]:
+        """Every page that this object holds in a page group; for `check`."""
+        partial = [] if self.partial is None else [self.partial[page_group]]
+        return [] if self.shared is None else [*self.shared[page_group], *partial]
 
 
 class WaitingLine:
@@ -97,6 +111,9 @@ class WaitingLine:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._line)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return iter(self._line[::-1])
 
     def front(self) -> tuple[Sequence, ...]:
         """The sequences that admission looks at."""

@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from xjax.config import SchedulerConfig, StepShapes
-from xjax.scheduler.memory import RowTable
-from xjax.scheduler.penalties import Pairs
+from xjax.scheduler.pages.rows import RowTable
 from xjax.scheduler.plan import Chunk, Plan
 from xjax.scheduler.sequence import Sequence
+from xjax.scheduler.sequence.penalties import Pairs
 
 NO_TOKEN = -1
 

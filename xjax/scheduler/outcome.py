@@ -99,16 +99,16 @@ def special_event(
         finish_reason=reason,
         stop_token_id=token_id if reason is FinishReason.STOP else None,
     )
-    return event if sequence.has_emitted else _first(sequence, event)
+    return event if sequence.num_tokens - sequence.num_prompt > 1 else _first(sequence, event)
 
 
 def _first(sequence: Sequence, event: TokenEvent) -> TokenEvent:
     """The event with what the first one of a sample tells beside."""
-    request, sequence.has_emitted = sequence.request, True
+    request = sequence.request
     scores, admitted = sequence.prompt_logprobs, sequence.admitted
     return event._replace(
         prompt_logprobs=None if scores is None else tuple(scores),
-        num_cached_tokens=0,
+        num_cached_tokens=sequence.cache.num_cached or 0,
         queue_seconds=None if admitted is None else max(admitted - request.arrival, 0.0),
     )
 

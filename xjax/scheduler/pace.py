@@ -17,6 +17,20 @@ class Pace:
     def __init__(self) -> None:
         self._decode: float | None = None
         self._per_token: float | None = None
+        self._per_byte: float | None = None
+
+    def observe_move(self, num_bytes: int, seconds: float) -> None:
+        """Learn from how long it took to move pages one way."""
+        self._per_byte = _moved(self._per_byte, seconds / max(num_bytes, 1))
+
+    def is_moving_faster(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether to move pages out and back takes less time than to compute so many tokens again.
+
+        True as long as one of them was never seen.
+        """
+        if self._per_byte is None or self._per_token is None:
+            return True
+        return 2 * num_bytes * self._per_byte <= num_tokens * self._per_token
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """Learn from how long a step took."""

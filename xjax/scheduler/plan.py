@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xjax.scheduler.penalties import Pairs
 from xjax.scheduler.sequence import Sequence
+from xjax.scheduler.sequence.penalties import Pairs
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Every living sequence, where it stands and what it holds: the moves between line and rows.
 
-    enter -> (held back) -> line --admit--> running --preempt--> line ...
-                               +------- retire -------+            from anywhere, the one release
+    enter -> (held back) -> line --admit--> running --preempt or swap--> line ...
+                               +--------- retire ---------+            from anywhere, the one release
 
 Moves keep lists, pools, slots and shared pages consistent; which move to make is decided by the
 planner and the scheduler.
@@ -11,10 +11,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from xjax.cache.index import Match
 from xjax.config import SchedulerConfig
 from xjax.request import Request
 from xjax.scheduler.admission import SampleGroup, WaitingLine, insert_by_order, remove_by_order
-from xjax.scheduler.memory import PageBook, RowTable
+from xjax.scheduler.pages.book import PageBook
+from xjax.scheduler.pages.prefix import NO_MATCH, PrefixCache
+from xjax.scheduler.pages.rows import RowTable
+from xjax.scheduler.pages.swap import SwapBook
 from xjax.scheduler.sequence import Sequence, Status
 
 
@@ -29,6 +33,8 @@ class Roster:
     def __init__(self, config: SchedulerConfig) -> None:
         self.rows = RowTable(config)
         self.book = PageBook(config, self.rows)
+        self.prefix = PrefixCache(config, self.book)
+        self.swap = SwapBook(config, self.book, on_lost=self._lose, on_unload=self._unload)
         self.line = WaitingLine()
         self.running: list[Sequence] = []
         self.groups: dict[str, SampleGroup] = {}
@@ -69,31 +75,113 @@ class Roster:
                 self.line.add(sequence)
         return group
 
-    def admit(self, sequence: Sequence, now: float) -> None:
-        """Give a waiting sequence a row, with the pages its request shares."""
+    def admit(self, sequence: Sequence, now: float, match: Match) -> None:
+        """Give a waiting sequence a row, with its pages on the host, those of its request or matched ones."""
         group = self.group_of(sequence)
         sequence.begin(now)
         if not group.has_started:
             group.has_started = True
             self.num_queued -= 1
         self.line.remove(sequence)
-        group.adopt(sequence, self.book)
-        self.counts["shared_tokens"] += sequence.num_computed
+        away: list[list[tuple[int, int]]] = []
+        if sequence.cache.swapped is None:
+            if group.adopt(sequence, self.book):
+                self.counts["shared_tokens"] += sequence.num_computed
+                self._copy_partial(group, sequence)
+            else:
+                away = self.prefix.adopt(sequence, match, self.counts["steps"])
         self.rows.take(sequence)
         sequence.num_bypassed = 0
         sequence.move(Status.RUNNING)
         insert_by_order(self.running, sequence)
+        if sequence.cache.swapped is not None:
+            self.swap.load_own(sequence)
+        self.swap.load_matched(sequence, away)
+        self.rows.write(sequence)
         self._settle(group)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to the line; it will compute its tokens again."""
+    def preempt(self, sequence: Sequence, *, swap: bool = False) -> None:
+        """Send a running sequence back to the line, its pages to the host or away.
+
+        swap   move its pages to the host where there is room; else it will compute its tokens again
+        """
         self.counts["preemptions"] += 1
+        if self.swap.revoke(sequence):
+            if sequence.status is Status.WAITING:
+                return
+            swap = False  # its pages were to be made by what is revoked
+        if swap and sequence.num_computed and self.swap.save(sequence):
+            self._send_back(sequence)
+            return
         self.counts["recomputed_tokens"] += sequence.num_computed
+        self._restart(sequence)
+        self._send_back(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """From its row to the line, with the pages that it holds."""
+        self.prefix.leave(sequence)
         remove_by_order(self.running, sequence)
-        self.book.release(sequence)
-        sequence.num_computed = 0
+        self.rows.give_back(sequence)
         sequence.move(Status.WAITING)
         self.line.add(sequence)
+
+    def _restart(self, sequence: Sequence) -> None:
+        """Let go of all pages, so that a sequence begins anew."""
+        self.prefix.leave(sequence)
+        self.book.release(sequence)
+        self.swap.drop(sequence)
+        self.prefix.restart(sequence)
+        sequence.num_computed = 0
+
+    def _lose(self, sequence: Sequence) -> None:
+        """The pages of a waiting sequence on the host are gone."""
+        self.counts["recomputed_tokens"] += sequence.num_computed
+        self._restart(sequence)
+
+    def _unload(self, sequence: Sequence) -> None:
+        """The pages of a running sequence did not come back from the host."""
+        if sequence.cache.swapped is None:
+            self._restart(sequence)
+        self._send_back(sequence)
+
+    def forget_all(self) -> None:
+        """Nothing that was in pages is left: neither the index nor a waiting sequence may go on from it."""
+        for sequence in tuple(self.line):
+            if sequence.cache.swapped is not None:
+                self._lose(sequence)
+        self.prefix.clear()
+
+    def find_prefix(self, sequence: Sequence) -> Match:
+        """What a waiting sequence would find in the index, unless it has pages or its request shares some."""
+        if sequence.cache.swapped is not None or self.group_of(sequence).shared is not None:
+            return NO_MATCH
+        return self.prefix.match(sequence)
+
+    def num_away(self, sequence: Sequence, match: Match) -> list[int]:
+        """Pages by group that a waiting sequence has on the host and needs on the device."""
+        if sequence.cache.swapped is not None:
+            return [len(sequence.cache.swapped.in_group(group)) for group in range(len(self.book.pools))]
+        return self.prefix.num_away(match)
+
+    def forget_host(self, sequence: Sequence) -> None:
+        """Let a swapped sequence begin anew, since its pages have no room; others find none to load."""
+        if sequence.cache.swapped is not None:
+            self._lose(sequence)
+
+    def free_retained(self, sequence: Sequence | None) -> bool:
+        """Free the device pages of the youngest waiting sequence that has some; False for none.
+
+        sequence   only younger ones than this, None for any
+        """
+        for other in reversed(self.line):
+            if sequence is not None and other.order < sequence.order:
+                return False
+            if not any(page for pages in other.pages for page in pages):
+                continue
+            if not self.swap.save_retained(other):
+                self._lose(other)
+            return True
+        return False
 
     def retire(self, sequence: Sequence) -> None:
         """End a sequence wherever it is and free all it holds."""
@@ -102,7 +190,11 @@ class Roster:
             remove_by_order(self.running, sequence)
         elif not group.is_held_back(sequence):
             self.line.remove(sequence)
+        self.prefix.leave(sequence)
         self.book.release(sequence)
+        self.swap.drop(sequence)
+        if sequence.slot is not None:
+            self.rows.give_back(sequence)
         sequence.move(Status.FINISHED)
         if group.is_pending and sequence.sample_id == 0:
             self._let_go(group)
@@ -136,6 +228,14 @@ class Roster:
             if sequence is not leader and sequence.status is Status.RUNNING:
                 self.preempt(sequence)
 
+    def _copy_partial(self, group: SampleGroup, sequence: Sequence) -> None:
+        """Copy the last, partial page of the prompt for a sample, which is about to write into it."""
+        for page_group, source in enumerate(group.partial or ()):
+            (target,) = self.book.take(page_group, 1)
+            sequence.pages[page_group].append(target)
+            self.swap.copy(page_group, source, target)
+        sequence.num_computed = sequence.num_prompt - 1
+
     def _let_go(self, group: SampleGroup) -> None:
         """Put samples that were held back into the line."""
         group.is_pending = False
@@ -153,17 +253,26 @@ class Roster:
         """Verify refcounts, tables, slots and lists."""
         live = [item for group in self.groups.values() for item in group.live]
         for g, pool in enumerate(self.book.pools):
-            shared = [group.shared[g] for group in self.groups.values() if group.shared is not None]
-            pool.check([item.pages[g] for item in live] + shared)
+            shared = [group.held_in(g) for group in self.groups.values()]
+            pool.check([item.pages[g] for item in live] + shared, self.book.index.kept_pages(g))
+            host, swapped = (
+                self.book.hosts[g],
+                [item.cache.swapped for item in live if item.cache.swapped is not None],
+            )
+            slots = [*(item.in_group(g) for item in swapped), *host.busy, *self.swap.owned_slots()[g]]
+            host.check(slots, self.book.index.kept_slots(g))
         waiting = [item for item in live if item.status is Status.WAITING]
         running = [item for item in live if item.status is Status.RUNNING]
+        self.prefix.check(running)
         assert _is_sorted_set(self.running, running), "the running list is wrong"
         in_line = [item for item in waiting if not self.group_of(item).is_held_back(item)]
         assert _is_sorted_set(list(self.line), in_line), "the waiting line is wrong"
-        assert not any(item.slot is not None or any(item.pages) or item.num_computed for item in waiting)
-        slots = {item.slot for item in running}
-        assert None not in slots and len(slots) == len(running), "two sequences share a row"
-        assert len(slots) + self.rows.num_free == max_num_seqs, "a row is lost"
+        plain = [item for item in waiting if item.cache.swapped is None]
+        assert not any(item.slot is not None for item in waiting)
+        assert not any(any(item.pages) or item.num_computed for item in plain), "it waits with pages"
+        rows = {item.slot for item in running}
+        assert None not in rows and len(rows) == len(running), "two sequences share a row"
+        assert len(rows) + self.rows.num_free == max_num_seqs, "a row is lost"
         for item in running:
             for g, pages in enumerate(item.pages):
                 assert self.rows.pages[g, item.slot, : len(pages)].tolist() == pages, "a table is wrong"

@@ -14,6 +14,8 @@ argument.
 import heapq
 from collections.abc import Iterable
 
+import numpy as np
+
 from xjax.config import SchedulerConfig
 from xjax.errors import CapacityError, RequestError
 from xjax.request import FinishReason, Request, TokenEvent
@@ -36,12 +38,19 @@ _NOT_FINITE = "the model's logits are not finite; its weights or the prompt over
 
 
 class Scheduler:
-    """What the engine's loop talks to. `longest` is the most tokens a request may have in all."""
+    """What the engine's loop talks to.
+
+    longest   the most tokens that a request may have in all
+    swap      tells after each plan which pages to move, and hears what came of it
+    prefix    what is shared, for looking in and clearing
+    pace      how long things take
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._roster = Roster(config)
         self._planner = Planner(config, self._roster)
+        self.swap, self.prefix, self.pace = self._roster.swap, self._roster.prefix, self._planner.pace
         self._counts = self._roster.counts
         self._deadlines: list[tuple[float, int, str]] = []  # a heap: (time, serial, request id)
         self._hidden = HiddenSums()
@@ -173,13 +182,20 @@ class Scheduler:
             assert sequence.in_flight <= 1, "a plan must be committed before the one after next"
             sequence.num_computed += 1
             sequence.in_flight += 1
+            if sequence.num_computed == sequence.num_prompt:
+                self._share_prompt(sequence)
         for chunk in plan.chunks:
             sequence = plan.sequences[chunk.row]
             sequence.num_computed += chunk.length
             sequence.in_flight += chunk.is_last
-            if sequence.sample_id == 0 and sequence.num_computed >= sequence.num_prompt:
-                if self._roster.group_of(sequence).is_pending:
-                    self._roster.publish(sequence)
+            self.prefix.publish(sequence, sequence.num_computed, plan.step_id)
+            if sequence.num_computed >= sequence.num_prompt:
+                self._share_prompt(sequence)
+
+    def _share_prompt(self, sequence: Sequence) -> None:
+        """Let the other samples of a request have the prompt's pages, once all are computed."""
+        if sequence.sample_id == 0 and self._roster.group_of(sequence).is_pending:
+            self._roster.publish(sequence)
 
     def commit(self, plan: Plan, result: StepResult) -> Iterable[TokenEvent]:
         """Take in what a step returned; events come in row order, and can be iterated on another thread."""
@@ -192,6 +208,7 @@ class Scheduler:
         flags: list[int] = result.flags.tolist()
         samples: list[bool] = plan.samples.tolist()
         events = StepEvents(plan, tokens, scores)
+        self._publish_decodes(plan)
         for row, sequence in enumerate(plan.sequences):
             if not samples[row]:
                 continue
@@ -199,13 +216,14 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 continue
             if flags[row] & 1:
+                self.prefix.forget_own(sequence)
                 events.special[row] = self._end(sequence, FinishReason.ERROR, error=_NOT_FINITE)
                 continue
             if is_pooled and sequence.request.pooling is not None:
                 events.special[row] = self._end_pooled(sequence, result, row)
                 continue
             reason = take_token(sequence, tokens[row])
-            if reason is None and sequence.has_emitted:
+            if reason is None and sequence.num_tokens - sequence.num_prompt > 1:
                 events.ordinary.append(row)
                 continue
             events.special[row] = special_event(sequence, tokens[row], reason, events.logprobs(row))
@@ -222,9 +240,23 @@ class Scheduler:
         self._end(sequence, FinishReason.STOP)
         return event
 
+    def _publish_decodes(self, plan: Plan) -> None:
+        """Tell the index of pages that a step's decodes have filled."""
+        prefix = self._roster.prefix
+        prefix.confirm(plan.step_id)
+        computed = plan.positions + 1
+        for row in np.flatnonzero(computed % self.config.page_size == 0).tolist():
+            sequence, num_tokens = plan.sequences[row], int(computed[row])
+            if sequence.status is Status.RUNNING and sequence.num_computed >= num_tokens:
+                prefix.publish(sequence, num_tokens)
+
     def fail(self, plan: Plan, message: str) -> list[TokenEvent]:
         """End the sequences of a step that could not be run."""
         events: list[TokenEvent] = []
+        self.prefix.take_back(plan.step_id)
+        for sequence in tuple(self._roster.running):  # may have started from what is taken back
+            if sequence.cache.matched_step > plan.step_id and sequence not in plan.sequences:
+                self._roster.preempt(sequence)
         samples: list[bool] = plan.samples.tolist()
         chunk_rows = {chunk.row for chunk in plan.chunks}
         for row, sequence in enumerate(plan.sequences):
@@ -238,20 +270,22 @@ class Scheduler:
 
     def cancel(self, plan: Plan) -> None:
         """Forget a step that is never read: its sequences have ended, or all are preempted with it."""
+        self.prefix.take_back(plan.step_id)
         samples: list[bool] = plan.samples.tolist()
         for row, sequence in enumerate(plan.sequences):
             sequence.in_flight -= samples[row]
 
     def preempt_all(self) -> None:
-        """Send every running sequence back to the line, as when the device state was lost."""
+        """Send every sequence back to the line without a page, as when the device state was lost."""
         while self._roster.drop_shared():
             pass
         for sequence in tuple(self._roster.running):
             self._roster.preempt(sequence)
+        self._roster.forget_all()
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """Learn from how long a step took."""
-        self._planner.pace.observe(plan, seconds)
+        self.pace.observe(plan, seconds)
 
     def _end(
         self,
@@ -281,14 +315,16 @@ class Scheduler:
         gauges: dict[str, float] = {
             "running": len(roster.running),
             "waiting": sum(len(group.live) for group in tuple(roster.groups.values())) - len(roster.running),
-            "swapped": 0,
+            "swapped": sum(item.cache.swapped is not None for item in tuple(roster.line)),
             "queued_requests": roster.num_queued,
             "longest_request": self.longest,
         }
         for group, pool in enumerate(roster.book.pools):
-            gauges[f"pages_used_{group}"] = pool.num_usable - pool.num_free
+            gauges[f"pages_used_{group}"] = pool.num_usable - pool.num_available
+            gauges[f"pages_cached_{group}"] = pool.num_kept
+            gauges[f"pages_idle_{group}"] = pool.num_idle
             gauges[f"pages_total_{group}"] = pool.num_usable
-        return {**self._counts, **gauges}
+        return {**self._counts, **roster.prefix.counts, **roster.swap.counts, **gauges}
 
     def check(self) -> None:
         """Verify refcounts, tables, slots and queues; for tests."""

@@ -149,7 +149,7 @@ def _shared_parameters(has_sampling: bool) -> list[inspect.Parameter]:
         text = item.metadata["help"]
         if "choices" in item.metadata:
             text += f" ({', '.join(item.metadata['choices'])})"
-        if item.default is not None:
+        if item.default not in (None, False):
             text += f"; default: {item.default}"
         flags = tuple(flag(name) for name in names)
         found.append(

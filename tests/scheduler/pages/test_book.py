@@ -5,7 +5,8 @@ import pytest
 
 from xjax.config import SchedulerConfig, StepShapes
 from xjax.request import Request, SamplingParams
-from xjax.scheduler.memory import PageBook, RowTable
+from xjax.scheduler.pages.book import PageBook
+from xjax.scheduler.pages.rows import RowTable
 from xjax.scheduler.sequence import Sequence
 
 
@@ -45,6 +46,7 @@ def test_window_keeps_what_later_tokens_see_and_no_more(window, chunk):
     assert [64 - pool.num_free for pool in book.pools] == held
     book.release(sequence)
     assert [pool.num_free for pool in book.pools] == [64, 64]
+    rows.give_back(sequence)
     assert sequence.slot is None and rows.num_free == 2
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from xjax.request import Request, SamplingParams
-from xjax.scheduler.penalties import Penalties
+from xjax.scheduler.sequence.penalties import Penalties
 
 
 def make(prompt, **sampling) -> Penalties | None:

@@ -2,7 +2,7 @@
 
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^                  |
-       +----- preempt ----+        (its pages are gone, its tokens stay)
+       +----- preempt ----+        (its tokens stay; its pages are gone, or wait on the host)
 
 Counts of tokens, all from the start of the prompt:
 
@@ -13,12 +13,13 @@ Knows nothing of other sequences; who may run is decided elsewhere.
 """
 
 import enum
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from xjax.request import FinishReason, Request, TokenLogprobs
-from xjax.scheduler.penalties import Penalties
+from xjax.scheduler.sequence.penalties import Penalties
 
 
 class Status(enum.Enum):
@@ -37,6 +38,49 @@ _LEGAL = {
 }
 
 
+@dataclass(frozen=True)
+class SwappedPages:
+    """Pages of a waiting sequence that are on the host.
+
+    first   leading pages that stayed on the device
+    slots   by group, of each page from `first` on; 0 where the sequence needs none
+    """
+
+    first: int
+    slots: tuple[tuple[int, ...], ...]
+
+    def in_group(self, group: int) -> list[int]:
+        """Slots of a group."""
+        return [slot for slot in self.slots[group] if slot]
+
+
+@dataclass
+class CacheProgress:
+    """What the prefix index and the host have of a sequence.
+
+    keys, tokens    of its full pages, as far as they are made
+    salt            of its keys
+    num_matched     leading pages that it found computed when it was last admitted
+    num_published   leading pages that the index was told of
+    matched_step    number of the plan that admitted it so; -1: nothing matched
+    num_cached      tokens found when it was first admitted; None before
+    awaited         key of a page that another sequence is computing
+    swapped         its pages on the host while it waits, where it has some
+    is_loading      its pages are on their way back; it has a row and computes from the next plan on
+    """
+
+    salt: bytes = b""
+    keys: list[bytes] = field(default_factory=list[bytes])
+    tokens: list[bytes] = field(default_factory=list[bytes])
+    num_matched: int = 0
+    num_published: int = 0
+    matched_step: int = -1
+    num_cached: int | None = None
+    awaited: bytes | None = None
+    swapped: SwappedPages | None = None
+    is_loading: bool = False
+
+
 class Sequence:
     """One sample of a request. `max_tokens` is already clipped to the context.
 
@@ -46,6 +90,7 @@ class Sequence:
     order        sorts the oldest of the highest priority first; no two are equal
     stop_ids     token ids that end it
     admitted     when it first got a row, on the clock of `plan`
+    cache        what the prefix index and the host have of it
     """
 
     def __init__(
@@ -77,10 +122,10 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.sampling.prompt_logprobs is not None and sample_id == 0:
             self.prompt_logprobs = [None for _ in range(self.num_prompt)]
-        self.has_emitted = False
         eos_ids = frozenset[int]() if request.sampling.ignore_eos else request.eos_ids
         self.stop_ids = eos_ids.union(request.sampling.stop_token_ids)
         self.admitted: float | None = None
+        self.cache = CacheProgress(salt=request.cache_salt)
 
     @property
     def num_expected(self) -> int:
@@ -93,20 +138,29 @@ class Sequence:
         return self.num_tokens + self.in_flight - self.num_prompt
 
     @property
+    def has_output(self) -> bool:
+        """Whether a sampled token of it was read."""
+        return self.num_tokens > self.num_prompt
+
+    @property
     def num_left(self) -> int:
         """Tokens that must be computed before the next can be sampled; 1 for one that decodes."""
         return self.num_tokens + self.in_flight - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its next step is one token behind a finished prefill."""
+        """Whether its next step is one token behind what is in pages."""
         expected = self.num_tokens + self.in_flight
-        return expected - self.num_computed == 1 and expected > self.num_prompt
+        if expected - self.num_computed != 1:
+            return False
+        if expected > self.num_prompt:
+            return True
+        return self.num_computed > 0 and not self.num_unscored and self.request.pooling is None
 
     @property
     def num_unscored(self) -> int:
         """Positions of the prompt whose successor's log-probability is still to be computed."""
-        if self.prompt_logprobs is None or self.has_emitted:
+        if self.prompt_logprobs is None or self.has_output:
             return 0
         return max(self.num_prompt - 1 - self.num_computed, 0)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xjax.engine.zeros import give_back_zeros
+from xjax.state.zeros import give_back_zeros
 
 pytestmark = [
     pytest.mark.device,

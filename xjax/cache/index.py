@@ -1,0 +1,285 @@
+"""The prefix index: which pages hold which tokens, one record a page of tokens, one truth.
+
+    insert   a page was computed        -> its record names the page of every group
+    match    a prompt's keys            -> the records of its longest usable prefix
+    evict    a group needs pages        -> the page that was idle longest goes; so may its record
+    demote   a page goes to the host    -> its record names the slot instead
+    promote  its bytes are back         -> its record names the new page
+
+A record is there while it can be used: while every full-attention group has its page, on the device or
+on the host. Window groups may lack pages; a match needs those inside the window at its end alone.
+Knows no sequence; refcounts are the pools'.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xjax.cache.host import HostPool
+from xjax.cache.pool import PagePool
+
+
+class Record:
+    """One page of tokens.
+
+    key, parent   of this page and of the one before; None before the first
+    tokens        as `keys.page_tokens` has them
+    pages         device page by group, 0 where there is none
+    slots         host slot by group, 0 where there is none
+    snapshot      recurrent state at the end of this page; nothing makes one yet
+    """
+
+    __slots__ = ("key", "pages", "parent", "slots", "snapshot", "tokens")
+
+    def __init__(self, key: bytes, parent: bytes | None, tokens: bytes, num_groups: int) -> None:
+        self.key, self.parent, self.tokens = key, parent, tokens
+        self.pages = [0] * num_groups
+        self.slots = [0] * num_groups
+        self.snapshot: None = None
+
+    def has(self, group: int) -> bool:
+        """Whether the bytes of a group are anywhere."""
+        return bool(self.pages[group] or self.slots[group])
+
+
+@dataclass(frozen=True)
+class Match:
+    """The usable prefix of a prompt.
+
+    records   of its pages, first to last
+    reason    why it is no longer: "" where the whole prompt matched; "unknown": no page with these
+              tokens; "window": pages matched, but those inside a window are gone
+    """
+
+    records: tuple[Record, ...]
+    reason: str
+
+
+class PrefixIndex:
+    """Records by key, over the pools of all groups; `windows` and `page_size` as the scheduler has them.
+
+    max_pages   most records with pages on the device, None for no limit
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[PagePool],
+        hosts: Sequence[HostPool],
+        windows: Sequence[int | None],
+        page_size: int,
+        *,
+        max_pages: int | None = None,
+    ) -> None:
+        self._pools, self._hosts, self._windows = tuple(pools), tuple(hosts), tuple(windows)
+        self._page_size, self._max_pages = page_size, max_pages
+        self._records: dict[bytes, Record] = {}
+        self._by_page: tuple[dict[int, Record], ...] = tuple({} for _ in pools)
+        self._by_slot: tuple[dict[int, Record], ...] = tuple({} for _ in hosts)
+        whole = tuple(group for group, window in enumerate(windows) if window is None)
+        self._needed = whole or tuple(range(len(pools)))
+        self._is_whole = bool(whole)
+        self.num_stored = 0
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def first_page(self, group: int, num_pages: int) -> int:
+        """First page that a sequence of so many full pages still needs in a group."""
+        window = self._windows[group]
+        if window is None:
+            return 0
+        return min(max(num_pages * self._page_size - window + 1, 0) // self._page_size, num_pages)
+
+    # ---- match ----
+
+    def match(self, keys: Sequence[bytes], pages: Sequence[bytes], limit: int) -> Match:
+        """Find the longest usable prefix of at most `limit` pages; changes nothing.
+
+        keys, pages   key and tokens of each page of the prompt
+        """
+        found = self._chain(keys, pages, limit)
+        length = self._usable(found)
+        if length == limit:
+            return Match(tuple(found[:length]), "")
+        return Match(tuple(found[:length]), "unknown" if length == len(found) else "window")
+
+    def _chain(self, keys: Sequence[bytes], pages: Sequence[bytes], limit: int) -> list[Record]:
+        records, parent, found = self._records, None, list[Record]()
+        for place in range(limit):
+            key = keys[place]
+            record = records.get(key)
+            if record is None or record.tokens != pages[place] or record.parent != parent:
+                break
+            found.append(record)
+            parent = key
+        return found
+
+    def _usable(self, found: Sequence[Record]) -> int:
+        """Most leading records after which every group has the pages it needs."""
+        length = len(found)
+        missing = [
+            [place for place, record in enumerate(found) if not record.has(group)]
+            for group in range(len(self._pools))
+        ]
+        is_open = True
+        while length and is_open:
+            is_open = False
+            for group, gaps in enumerate(missing):
+                while gaps and gaps[-1] >= length:
+                    gaps.pop()
+                if gaps and gaps[-1] >= self.first_page(group, length):
+                    length, is_open = gaps[-1], True
+        return length
+
+    # ---- changes ----
+
+    def find(self, key: bytes, tokens: bytes, parent: bytes | None) -> Record | None:
+        """The record of exactly this page."""
+        record = self._records.get(key)
+        return record if record is not None and record.tokens == tokens and record.parent == parent else None
+
+    def insert(self, key: bytes, parent: bytes | None, tokens: bytes, pages: Sequence[int]) -> Record | None:
+        """Record a computed page; None where it cannot be kept, and then nothing has changed.
+
+        pages   device page by group, 0 for one already given back; each is referenced
+
+        What the record of an equal page lacks is taken from this one; the rest stays as it is.
+        """
+        record = self._records.get(key)
+        if record is not None and (record.tokens != tokens or record.parent != parent):
+            return None  # another page with the same key; never seen, and never to be mistaken
+        if record is None:
+            if any(not pages[group] for group in self._needed) and (self._is_whole or not any(pages)):
+                return None
+            if not self._has_room():
+                return None
+            record = self._records[key] = Record(key, parent, tokens, len(self._pools))
+            self.num_stored += 1
+        for group, page in enumerate(pages):
+            if page and not record.pages[group] and not self._pools[group].is_kept(page):
+                self._hold(record, group, page)
+        return record
+
+    def _has_room(self) -> bool:
+        if self._max_pages is None:
+            return True
+        if self._max_pages <= 0:
+            return False
+        return self._pools[self._needed[0]].num_kept < self._max_pages or self.evict(self._needed[0])
+
+    def _hold(self, record: Record, group: int, page: int) -> None:
+        self._pools[group].keep(page)
+        record.pages[group] = page
+        self._by_page[group][page] = record
+
+    def promote(self, record: Record, group: int, page: int) -> None:
+        """Name the device page that a record's bytes were copied into; its host slot is let go."""
+        if self._records.get(record.key) is not record or record.pages[group]:
+            return
+        self._hold(record, group, page)
+        self._let_go_of_slot(record, group)
+
+    def demote(self, group: int, page: int, slot: int) -> None:
+        """Name the host slot that a page's bytes are copied into, and let the page go."""
+        record = self._by_page[group].get(page)
+        if record is None:
+            return
+        if record.slots[group]:
+            self._let_go_of_slot(record, group)
+        self._hosts[group].keep(slot)
+        record.slots[group] = slot
+        self._by_slot[group][slot] = record
+        self._let_go_of_page(record, group)
+
+    def evict(self, group: int) -> bool:
+        """Free the page of a group that has been idle longest; False when none is."""
+        page = self._pools[group].oldest_idle()
+        if page is None:
+            return False
+        record = self._by_page[group][page]
+        self._let_go_of_page(record, group)
+        self.num_evicted += 1
+        self._settle(record)
+        return True
+
+    def evict_slot(self, group: int) -> bool:
+        """Free the host slot of a group that has been idle longest; False when none is."""
+        slot = self._hosts[group].oldest_idle()
+        if slot is None:
+            return False
+        record = self._by_slot[group][slot]
+        self._let_go_of_slot(record, group)
+        self._settle(record)
+        return True
+
+    def forget_slots(self, group: int, slots: Sequence[int]) -> None:
+        """Let go of host slots whose bytes never landed."""
+        for slot in slots:
+            record = self._by_slot[group].get(slot)
+            if record is not None:
+                self._let_go_of_slot(record, group)
+                self._settle(record)
+
+    def forget(self, record: Record) -> None:
+        """Forget one page, where it is still known; sequences keep theirs."""
+        if self._records.get(record.key) is record:
+            self._remove(record)
+
+    def clear(self) -> int:
+        """Forget everything; pages that sequences reference stay theirs. Returns how many records went."""
+        count = len(self._records)
+        for record in tuple(self._records.values()):
+            self._remove(record)
+        return count
+
+    def _let_go_of_page(self, record: Record, group: int) -> None:
+        page = record.pages[group]
+        record.pages[group] = 0
+        del self._by_page[group][page]
+        self._pools[group].drop(page)
+
+    def _let_go_of_slot(self, record: Record, group: int) -> None:
+        slot = record.slots[group]
+        record.slots[group] = 0
+        if slot:
+            del self._by_slot[group][slot]
+            self._hosts[group].drop(slot)
+
+    def _settle(self, record: Record) -> None:
+        """Remove a record that no match can use any more."""
+        there = [record.has(group) for group in self._needed]
+        if not (all(there) if self._is_whole else any(there)):
+            self._remove(record)
+
+    def _remove(self, record: Record) -> None:
+        for group in range(len(self._pools)):
+            if record.pages[group]:
+                self._let_go_of_page(record, group)
+            self._let_go_of_slot(record, group)
+        del self._records[record.key]
+
+    # ---- looking in ----
+
+    @property
+    def num_on_host(self) -> int:
+        """Host slots of all groups that records name."""
+        return sum(len(by_slot) for by_slot in self._by_slot)
+
+    def kept_pages(self, group: int) -> list[int]:
+        """Device pages of a group that records name."""
+        return list(self._by_page[group])
+
+    def kept_slots(self, group: int) -> list[int]:
+        """Host slots of a group that records name."""
+        return list(self._by_slot[group])
+
+    def check(self) -> None:
+        """Verify that records, pages and slots name each other; for tests."""
+        for group, (by_page, by_slot) in enumerate(zip(self._by_page, self._by_slot, strict=True)):
+            pages = {record.pages[group]: record for record in self._records.values() if record.pages[group]}
+            assert pages == by_page, "pages and records disagree"
+            slots = {record.slots[group]: record for record in self._records.values() if record.slots[group]}
+            assert slots == by_slot, "slots and records disagree"
+        for record in self._records.values():
+            there = [record.has(group) for group in self._needed]
+            assert all(there) if self._is_whole else any(there), "a record that nothing can use"

@@ -1,0 +1,203 @@
+"""The one mover of pages: between device and host, and on the device, beside the steps.
+
+    save   gather -> (before the next step) -> its own thread -> host slots -> report
+    copy   pages on the device, gathered before they are written
+    load   host slots -> staging -> scatter into the donated state
+
+Everything is dispatched before the step that was planned with it, so the device's own order keeps a page
+from being written before it was read. Counts come in runs of 64, 16, 4 and 1 pages, each with a compiled
+program; what a program donates is audited as a step is. Knows no sequence.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from xjax.config import CacheSpec, page_groups
+from xjax.engine.audit import audit_donation
+from xjax.scheduler import Moves, Transfer
+from xjax.state.kv import EngineState, LayerKV
+from xjax.storage.host import HostPages
+
+_log = logging.getLogger(__name__)
+
+RUNS = (64, 16, 4, 1)
+Pages = tuple[LayerKV, ...]  # of the layers of one group
+Report = Callable[[int, bool, int, float], None]  # serial, whether it worked, bytes, seconds
+
+
+def _gather(pages: Pages, ids: jax.Array) -> Pages:
+    """Read pages.
+
+    ids       [n] int32
+    returns   k, v [n, K, S, D] of each layer
+    """
+    return jax.tree.map(lambda array: array.at[ids].get(mode="promise_in_bounds"), pages)
+
+
+def _scatter(pages: Pages, ids: jax.Array, values: Pages) -> Pages:
+    """Write pages. DONATES pages.
+
+    ids      [n] int32
+    values   k, v [n, K, S, D] of each layer
+    """
+
+    def put(array: jax.Array, new: jax.Array) -> jax.Array:
+        return array.at[ids].set(new, mode="promise_in_bounds", unique_indices=True)
+
+    return jax.tree.map(put, pages, values)
+
+
+def _copy(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
+    """Copy pages onto others. DONATES pages.
+
+    sources, targets   [n] int32
+    """
+    return _scatter(pages, targets, _gather(pages, sources))
+
+
+class Mover:
+    """Moves pages of an engine's state.
+
+    state        for its shapes and shardings
+    num_slots    host slots by group, 0 or None for none
+    on_saved     called on the mover's own thread when a save has landed or failed
+    """
+
+    def __init__(
+        self, spec: CacheSpec, state: EngineState, num_slots: Sequence[int] | None, on_saved: Report
+    ) -> None:
+        self._layer_ids = [group.layer_ids for group in page_groups(spec)]
+        self._on_saved = on_saved
+        placed = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+        )
+        self._abstract = [self._pages(placed, group) for group in range(len(self._layer_ids))]
+        counts = num_slots or (0,) * len(self._layer_ids)
+        self.hosts = [
+            HostPages([leaf.shape[1:] for leaf in leaves], leaves[0].dtype, count)
+            for count, pages in zip(counts, self._abstract, strict=True)
+            if (leaves := jax.tree.leaves(pages))
+        ]
+        self._has_host = any(counts)
+        # Where results lie in reach, asking for them ahead only costs the wake-up of a thread.
+        self.is_remote = next(iter(jax.tree.leaves(state)[0].devices())).platform != "cpu"
+        self._programs: dict[tuple[str, int, int], Any] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="xjax-mover")
+
+    def _pages(self, state: EngineState, group: int) -> Pages:
+        return tuple(state.kv[i] for i in self._layer_ids[group])  # pyright: ignore[reportReturnType]
+
+    # ---- programs ----
+
+    def prepare(self) -> None:
+        """Compile what serving may need: copies, and both directions where there is a host pool."""
+        kinds = ("copy", "gather", "scatter") if self._has_host else ("copy",)
+        for kind in kinds:
+            for group in range(len(self._layer_ids)):
+                for count in RUNS:
+                    self._program(kind, group, count)
+
+    def _program(self, kind: str, group: int, count: int) -> Any:
+        key = (kind, group, count)
+        if key not in self._programs:
+            pages = self._abstract[group]
+            ids = jax.ShapeDtypeStruct((count,), np.int32)
+            if kind == "gather":
+                self._programs[key] = jax.jit(_gather).lower(pages, ids).compile()
+                return self._programs[key]
+            values = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), pages
+            )
+            function, rest = (_copy, (ids, ids)) if kind == "copy" else (_scatter, (ids, values))
+            compiled = jax.jit(function, donate_argnums=0).lower(pages, *rest).compile()
+            page_bytes = sum(
+                leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)
+            )
+            audit_donation(
+                compiled,
+                donated=pages,
+                first_argument=0,
+                name=f"{kind} of {count} pages",
+                max_temporary=4 * count * page_bytes + (64 << 20),
+            )
+            self._programs[key] = compiled
+        return self._programs[key]
+
+    # ---- moving: the engine's thread ----
+
+    def save(self, state: EngineState, transfer: Transfer) -> None:
+        """Start to copy pages to the host; raises what the device raises."""
+        parts = []
+        for group, (ids, slots) in enumerate(zip(transfer.pages, transfer.slots, strict=True)):
+            pages = self._pages(state, group)
+            for run, place in _runs(ids, slots):
+                values = self._program("gather", group, len(run))(pages, run)
+                leaves = jax.tree.leaves(values)
+                if self.is_remote:
+                    for leaf in leaves:
+                        leaf.copy_to_host_async()
+                parts.append((group, place, leaves))
+        self._thread.submit(self._land, transfer.serial, parts)
+
+    def load(self, state: EngineState, transfer: Transfer) -> EngineState:
+        """Copy pages from the host. DONATES the state's pages, once all bytes have been read."""
+        parts = [
+            (group, run, self.hosts[group].read(place))
+            for group, (ids, slots) in enumerate(zip(transfer.pages, transfer.slots, strict=True))
+            for run, place in _runs(ids, slots)
+        ]
+        for group, run, arrays in parts:
+            pages = self._pages(state, group)
+            values = jax.tree.unflatten(jax.tree.structure(pages), arrays)
+            state = self._replace(state, group, self._program("scatter", group, len(run))(pages, run, values))
+        return state
+
+    def copy(self, state: EngineState, moves: Moves) -> EngineState:
+        """Copy pages on the device. DONATES the state's pages."""
+        for group, (sources, targets) in enumerate(zip(moves.sources, moves.targets, strict=True)):
+            for source, target in _runs(sources, targets):
+                pages = self._pages(state, group)
+                program = self._program("copy", group, len(source))
+                state = self._replace(state, group, program(pages, source, target))
+        return state
+
+    def _replace(self, state: EngineState, group: int, pages: Pages) -> EngineState:
+        kv = list(state.kv)
+        for i, layer in zip(self._layer_ids[group], pages, strict=True):
+            kv[i] = layer
+        return state.replace(kv=tuple(kv))  # pyright: ignore[reportAttributeAccessIssue]
+
+    # ---- landing: the mover's thread ----
+
+    def _land(self, serial: int, parts: list[tuple[int, np.ndarray, list[jax.Array]]]) -> None:
+        is_there, num_bytes, seconds = False, 0, 0.0
+        try:
+            for group, slots, leaves in parts:
+                jax.block_until_ready(leaves)
+                began = time.perf_counter()
+                self.hosts[group].write(slots, [np.asarray(leaf) for leaf in leaves])
+                seconds += time.perf_counter() - began
+                num_bytes += sum(leaf.nbytes for leaf in leaves)
+            is_there = True
+        except Exception as error:  # noqa: BLE001  whatever it is, the sequence computes again
+            _log.error("pages could not be saved: %s", error, exc_info=error)
+        self._on_saved(serial, is_there, num_bytes, seconds)
+
+    def close(self) -> None:
+        """Wait for what is landing and end the thread."""
+        self._thread.shutdown()
+
+
+def _runs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cut two arrays of ids into pieces of the sizes that have programs."""
+    start = 0
+    for size in RUNS:
+        while len(first) - start >= size:
+            yield first[start : start + size].copy(), second[start : start + size].copy()
+            start += size

@@ -1,0 +1,228 @@
+"""Between sequences and the prefix index: what a sequence finds there, and what it adds.
+
+    match     how much of a waiting sequence is in pages already
+    await     or is being computed by an older one: then it waits for that
+    adopt     it starts from those pages
+    publish   full pages it has computed are there for others
+
+A step that failed takes back what it published. Hits are counted when pages are adopted.
+"""
+
+from collections.abc import Iterable
+
+from xjax.cache.index import Match, Record
+from xjax.cache.keys import KeyChain, page_tokens
+from xjax.config import SchedulerConfig
+from xjax.scheduler.pages.book import PageBook
+from xjax.scheduler.sequence import Sequence
+
+NO_MATCH = Match((), "off")
+
+
+class PrefixCache:
+    """Sequences' side of the index; `counts` are events since the start."""
+
+    def __init__(self, config: SchedulerConfig, book: PageBook) -> None:
+        self._book, self._index = book, book.index
+        self._least_awaited = config.least_awaited
+        self._chain = KeyChain(config.namespace, config.page_size)
+        self._is_on = config.prefix_cache and bool(book.pools)
+        # Recurrent state at the matched boundary is not kept yet, so nothing could go on from there.
+        self._can_match = self._is_on and not config.has_recurrent
+        self._promised: dict[bytes, Sequence] = {}
+        self._recent: dict[int, list[Record]] = {}
+        self.counts: dict[str, int] = dict.fromkeys(
+            ("prefix_hits", "prefix_hit_tokens", "prefix_host_hit_tokens", "prefix_waits",
+             "prefix_misses_unknown", "prefix_misses_short", "prefix_misses_window", "prefix_misses_whole",
+             "prefix_misses_state"), 0
+        )  # fmt: skip
+
+    # ---- before admission ----
+
+    def match(self, sequence: Sequence) -> Match:
+        """The usable prefix of a waiting sequence, short of its last token."""
+        is_whole = sequence.prompt_logprobs is not None or sequence.request.pooling is not None
+        if not self._can_match or is_whole:
+            return NO_MATCH
+        limit = (sequence.num_tokens - 1) // self._book.page_size
+        self._extend(sequence, limit)
+        return self._index.match(sequence.cache.keys, sequence.cache.tokens, limit)
+
+    def _extend(self, sequence: Sequence, count: int) -> None:
+        """Make the keys of the first pages."""
+        state, size = sequence.cache, self._book.page_size
+        have = len(state.keys)
+        if have < count:
+            state.tokens += page_tokens(sequence.tokens(have * size, count * size), size)
+            self._chain.extend(state.keys, state.tokens, state.salt)
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Whether an older sequence is still computing what was to be waited for."""
+        key = sequence.cache.awaited
+        if key is not None and key in self._promised:
+            return True
+        sequence.cache.awaited = None
+        return False
+
+    def await_older(self, sequence: Sequence, match: Match) -> bool:
+        """Let a sequence wait where an older one computes more of its prefix than a step costs."""
+        if match is NO_MATCH or not self._promised:
+            return False
+        keys, first = sequence.cache.keys, len(match.records)
+        limit = (sequence.num_tokens - 1) // self._book.page_size
+        leader = self._promised.get(keys[first]) if first < limit else None
+        if leader is None or leader.order >= sequence.order:
+            return False
+        last = first
+        while last + 1 < limit and self._promised.get(keys[last + 1]) is leader:
+            last += 1
+        if (last + 1 - first) * self._book.page_size < self._least_awaited:
+            return False
+        sequence.cache.awaited = keys[last]
+        self.counts["prefix_waits"] += 1
+        return True
+
+    def num_shared(self, match: Match, group: int) -> int:
+        """Pages of a match that somebody references, so that adopting them takes no page from others."""
+        pool = self._book.pools[group]
+        start = self._index.first_page(group, len(match.records))
+        return sum(
+            1 for record in match.records[start:] if record.pages[group] and pool.refs(record.pages[group])
+        )
+
+    def is_ready(self, match: Match) -> bool:
+        """Whether the bytes of a match that are on the host have landed."""
+        return all(
+            host.is_ready(record.slots[group] for record in match.records if not record.pages[group])
+            for group, host in enumerate(self._book.hosts)
+        )
+
+    def num_away(self, match: Match) -> list[int]:
+        """Pages by group that a match takes from the pool: those on the host, and idle ones."""
+        return [
+            len(match.records)
+            - self._index.first_page(group, len(match.records))
+            - self.num_shared(match, group)
+            for group in range(len(self._book.pools))
+        ]
+
+    # ---- admission ----
+
+    def adopt(self, sequence: Sequence, match: Match, step_id: int) -> list[list[tuple[int, int]]]:
+        """Start a waiting sequence from matched pages.
+
+        returns   by group (page index, host slot) of pages that are on the host alone; the sequence has
+                  no page there yet
+        """
+        assert not sequence.num_computed and not any(sequence.pages)
+        self._count(sequence, match)
+        num_pages, away = len(match.records), list[list[tuple[int, int]]]()
+        for group, pages in enumerate(sequence.pages):
+            start = self._index.first_page(group, num_pages) if num_pages else 0
+            pages += [0] * start + [record.pages[group] for record in match.records[start:]]
+            self._book.pools[group].retain(page for page in pages if page)
+            sequence.num_passed[group] = start
+            absent = [i for i in range(start, num_pages) if not pages[i]]
+            away.append([(i, match.records[i].slots[group]) for i in absent])
+        size, state = self._book.page_size, sequence.cache
+        sequence.num_computed = num_pages * size
+        state.num_matched = state.num_published = num_pages
+        state.matched_step = step_id if num_pages else -1
+        if state.num_cached is None:
+            state.num_cached = num_pages * size
+        self.counts["prefix_host_hit_tokens"] += max(map(len, away), default=0) * size
+        self._promise(sequence)
+        return away
+
+    def _count(self, sequence: Sequence, match: Match) -> None:
+        if not self._is_on:
+            return
+        if match.records:
+            self.counts["prefix_hits"] += 1
+            self.counts["prefix_hit_tokens"] += len(match.records) * self._book.page_size
+        elif sequence.num_tokens <= self._book.page_size:
+            self.counts["prefix_misses_short"] += 1
+        elif match is NO_MATCH:
+            reason = "state" if not self._can_match else "whole"
+            self.counts[f"prefix_misses_{reason}"] += 1
+        else:
+            self.counts[f"prefix_misses_{match.reason}"] += 1
+
+    def _promise(self, sequence: Sequence) -> None:
+        if not self._can_match:
+            return
+        count = sequence.num_tokens // self._book.page_size
+        self._extend(sequence, count)
+        for key in sequence.cache.keys[sequence.cache.num_matched : count]:
+            self._promised.setdefault(key, sequence)
+
+    # ---- while it runs ----
+
+    def publish(self, sequence: Sequence, num_tokens: int, step_id: int | None = None) -> None:
+        """Tell the index of the full pages among the first `num_tokens` tokens.
+
+        step_id   of the step that computes them, where it has not run yet
+        """
+        state, count = sequence.cache, num_tokens // self._book.page_size
+        if not self._is_on or count <= state.num_published:
+            return
+        self._extend(sequence, count)
+        keys, made = state.keys, list[Record]()
+        for i in range(state.num_published, count):
+            parent = keys[i - 1] if i else None
+            pages = [pages[i] for pages in sequence.pages]
+            record = self._index.insert(keys[i], parent, state.tokens[i], pages)
+            if record is not None:
+                made.append(record)
+            if self._promised.get(keys[i]) is sequence:
+                del self._promised[keys[i]]
+        state.num_published = count
+        if step_id is not None and made:
+            self._recent.setdefault(step_id, []).extend(made)
+
+    def confirm(self, step_id: int) -> None:
+        """A step has run: what it published stays."""
+        self._recent.pop(step_id, None)
+
+    def take_back(self, step_id: int) -> None:
+        """A step has failed or was never run: nobody may find what it published."""
+        for record in self._recent.pop(step_id, ()):
+            self._index.forget(record)
+
+    def forget_own(self, sequence: Sequence) -> None:
+        """Let go of what a sequence added, whose numbers turned out to be none."""
+        state = sequence.cache
+        for i in range(state.num_matched, min(state.num_published, len(state.keys))):
+            record = self._index.find(state.keys[i], state.tokens[i], state.keys[i - 1] if i else None)
+            if record is not None and any(
+                page and page == pages[i] for page, pages in zip(record.pages, sequence.pages, strict=True)
+            ):
+                self._index.forget(record)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence stops running: nobody need wait for what it was to compute."""
+        state = sequence.cache
+        if self._promised:
+            for key in state.keys[state.num_published :]:
+                if self._promised.get(key) is sequence:
+                    del self._promised[key]
+        state.awaited = None
+
+    def restart(self, sequence: Sequence) -> None:
+        """A sequence has lost its pages and will begin anew."""
+        state = sequence.cache
+        state.num_matched = state.num_published = 0
+        state.matched_step = -1
+
+    def clear(self) -> int:
+        """Forget every page; returns how many records went."""
+        self._recent.clear()
+        return self._index.clear()
+
+    def check(self, running: Iterable[Sequence]) -> None:
+        """Verify that promises are those of running sequences and the index is sound; for tests."""
+        self._index.check()
+        alive = {id(sequence) for sequence in running}
+        assert all(id(sequence) in alive for sequence in self._promised.values()), (
+            "a promise outlived its maker"
+        )

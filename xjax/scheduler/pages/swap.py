@@ -1,0 +1,313 @@
+"""Pages of sequences between device and host: what is to be moved, and what came of it.
+
+    running --save--> waiting, pages on the host --load--> running, computes from the next plan on
+                 \\-- failed: computes again            \\-- failed: waits as before
+
+The leading pages that a sequence found in the index, or that another sequence uses, stay on the device
+with its reference; every other page of it goes. A page that the index knows keeps its record: it names
+the host slot then. Bytes are moved elsewhere, in the order of `take_moves`; reports come back by serial.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xjax.config import SchedulerConfig
+from xjax.scheduler.pages.book import PageBook
+from xjax.scheduler.pages.moves import Moves, Transfer, ids
+from xjax.scheduler.sequence import Sequence, Status, SwappedPages
+
+Pairs = list[tuple[int, int]]  # (page index in the sequence, host slot)
+
+
+@dataclass
+class _Save:
+    """Slots that bytes are landing in."""
+
+    sequence: Sequence
+    slots: tuple[list[int], ...]
+
+
+@dataclass
+class _Load:
+    """Slots that are being read; `swapped` where they are the sequence's own, to fall back to."""
+
+    sequence: Sequence
+    away: list[Pairs]
+    swapped: SwappedPages | None
+
+
+class SwapBook:
+    """Moves under way, by serial.
+
+    on_lost     called with a sequence whose pages on the host are gone: it must compute again
+    on_unload   called with a running sequence whose load failed: it must go back to the line
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        book: PageBook,
+        *,
+        on_lost: Callable[[Sequence], None],
+        on_unload: Callable[[Sequence], None],
+    ) -> None:
+        self._book, self._on_lost, self._on_unload = book, on_lost, on_unload
+        # Recurrent state would have to go along; it comes with the families that have some.
+        self._can_swap = not config.has_recurrent
+        self._retains = config.prefix_cache
+        self._saves: dict[int, _Save] = {}
+        self._loads: dict[int, _Load] = {}
+        self._serial = 0
+        self._planned_saves: list[Transfer] = []
+        self._planned_loads: list[Transfer] = []
+        self._copies: list[tuple[int, int, int]] = []  # group, source, target
+        self._loading: list[Sequence] = []
+        self.counts: dict[str, int] = dict.fromkeys(
+            ("swap_out_sequences", "swap_out_pages", "swap_in_sequences", "swap_in_pages", "swap_failures",
+             "retained_pages", "page_copies"), 0
+        )  # fmt: skip
+
+    # ---- out ----
+
+    def private_pages(self, sequence: Sequence) -> tuple[int, list[Pairs]]:
+        """How many leading pages stay if a sequence is swapped, and by group (index, page) of the others."""
+        first = self._num_retained(sequence)
+        return first, [
+            [(i, page) for i, page in enumerate(pages[first:], first) if page] for pages in sequence.pages
+        ]
+
+    def _num_retained(self, sequence: Sequence) -> int:
+        if not self._retains:
+            return 0
+        most, count = max(map(len, sequence.pages), default=0), 0
+        while count < most and (
+            count < sequence.cache.num_matched or self._is_used_elsewhere(sequence, count)
+        ):
+            count += 1
+        return count
+
+    def _is_used_elsewhere(self, sequence: Sequence, index: int) -> bool:
+        held = [(pool, pages[index]) for pool, pages in zip(self._book.pools, sequence.pages, strict=True)]
+        return any(page for _, page in held) and all(pool.refs(page) > 1 for pool, page in held if page)
+
+    def save(self, sequence: Sequence) -> bool:
+        """Plan to move the private pages of a running sequence to the host; False for no room there.
+
+        The sequence lets go of these pages at once; the mover reads them before anything else is written.
+        """
+        if not self._can_swap:
+            return False
+        self._cut(sequence, -(-sequence.num_computed // self._book.page_size))
+        first, private = self.private_pages(sequence)
+        if not self._move_out(sequence, first, private):
+            return False
+        self._cut(sequence, first)
+        self.counts["swap_out_sequences"] += 1
+        self.counts["retained_pages"] += sum(page != 0 for pages in sequence.pages for page in pages)
+        return True
+
+    def save_retained(self, sequence: Sequence) -> bool:
+        """Plan to move what stayed on the device of a waiting sequence, too; False for no room."""
+        assert sequence.cache.swapped is not None
+        kept = [[(i, page) for i, page in enumerate(pages) if page] for pages in sequence.pages]
+        if not self._move_out(sequence, 0, kept):
+            return False
+        self._cut(sequence, 0)
+        return True
+
+    def _move_out(self, sequence: Sequence, first: int, pairs: list[Pairs]) -> bool:
+        slots = self._book.take_slots([len(part) for part in pairs])
+        if slots is None:
+            return False
+        pages = [[page for _, page in part] for part in pairs]
+        for group, (given, taken) in enumerate(zip(pages, slots, strict=True)):
+            for page, slot in zip(given, taken, strict=True):
+                if self._book.pools[group].refs(page) == 1:
+                    self._book.index.demote(group, page, slot)
+        serial = self._next_serial()
+        self._planned_saves.append(Transfer(serial, tuple(map(ids, pages)), tuple(map(ids, slots))))
+        self._saves[serial] = _Save(sequence, tuple(slots))
+        sequence.cache.swapped = _with_slots(sequence, first, pairs, slots)
+        self.counts["swap_out_pages"] += sum(map(len, pages))
+        return True
+
+    def _cut(self, sequence: Sequence, first: int) -> None:
+        """Let go of the pages from an index on, the last first."""
+        for group, pages in enumerate(sequence.pages):
+            self._book.pools[group].release(page for page in reversed(pages[first:]) if page)
+            del pages[first:]
+
+    def end_save(self, serial: int, *, ok: bool) -> None:
+        """The mover has landed the pages of a save, or failed to."""
+        save = self._saves.pop(serial)
+        for host, slots in zip(self._book.hosts, save.slots, strict=True):
+            host.end_save(slots)
+        if ok:
+            return
+        self.counts["swap_failures"] += 1
+        for group, slots in enumerate(save.slots):
+            self._book.index.forget_slots(group, slots)
+        swapped = save.sequence.cache.swapped
+        if swapped is not None and any(
+            not set(slots).isdisjoint(mine) for slots, mine in zip(save.slots, swapped.slots, strict=True)
+        ):
+            self._on_lost(save.sequence)
+
+    # ---- in ----
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether the pages of a swapped sequence have landed, so that they can come back."""
+        swapped = sequence.cache.swapped
+        return swapped is None or all(
+            host.is_ready(swapped.in_group(group)) for group, host in enumerate(self._book.hosts)
+        )
+
+    def load_own(self, sequence: Sequence) -> None:
+        """Plan to bring back the pages of a swapped sequence that has a row; pages must be available."""
+        swapped = sequence.cache.swapped
+        assert swapped is not None
+        away = [[(i, slot) for i, slot in enumerate(slots, swapped.first) if slot] for slots in swapped.slots]
+        length = swapped.first + max(map(len, swapped.slots), default=0)
+        for pages in sequence.pages:
+            pages += [0] * (length - len(pages))
+        sequence.cache.swapped = None
+        self._plan_load(sequence, away, swapped)
+
+    def load_matched(self, sequence: Sequence, away: list[Pairs]) -> None:
+        """Plan to bring matched pages from the host to a sequence that has a row."""
+        if any(away):
+            self._plan_load(sequence, away, None)
+
+    def _plan_load(self, sequence: Sequence, away: list[Pairs], swapped: SwappedPages | None) -> None:
+        pages: list[list[int]] = []
+        for group, part in enumerate(away):  # all of them, before a page is taken and a record goes for it
+            self._book.hosts[group].begin_load(slot for _, slot in part)
+        for group, part in enumerate(away):
+            pages.append(self._book.take(group, len(part)))
+            for (i, _), page in zip(part, pages[group], strict=True):
+                sequence.pages[group][i] = page
+        serial = self._next_serial()
+        self._loads[serial] = _Load(sequence, away, swapped)
+        slots = tuple(ids([slot for _, slot in part]) for part in away)
+        self._planned_loads.append(Transfer(serial, tuple(map(ids, pages)), slots))
+        sequence.cache.is_loading = True
+        self._loading.append(sequence)
+
+    def settle(self) -> None:
+        """A new plan begins: what the plan before brought back is there for it."""
+        for sequence in self._loading:
+            sequence.cache.is_loading = False
+        self._loading.clear()
+
+    def end_load(self, serial: int, *, ok: bool) -> None:
+        """The mover has copied the pages of a load, or failed before it began to."""
+        load = self._loads.pop(serial)
+        sequence = load.sequence
+        if ok:
+            self._promote(load)
+        for group, part in enumerate(load.away):
+            self._book.hosts[group].end_load(slot for _, slot in part)
+        if not ok:
+            self.counts["swap_failures"] += 1
+        if not ok and sequence.status is Status.RUNNING and sequence.cache.is_loading:
+            self._undo(sequence, load.swapped)
+        elif load.swapped is not None:
+            self._release_slots(load.swapped)
+
+    def _promote(self, load: _Load) -> None:
+        """Let records name the pages that their bytes were copied to."""
+        sequence, index = load.sequence, self._book.index
+        keys, tokens = sequence.cache.keys, sequence.cache.tokens
+        for group, part in enumerate(load.away):
+            for i, slot in part:
+                if i >= len(keys) or i >= len(sequence.pages[group]) or not sequence.pages[group][i]:
+                    continue
+                record = index.find(keys[i], tokens[i], keys[i - 1] if i else None)
+                if record is not None and record.slots[group] == slot:
+                    index.promote(record, group, sequence.pages[group][i])
+
+    def _undo(self, sequence: Sequence, swapped: SwappedPages | None) -> None:
+        """Put a sequence back to where it was before its load."""
+        sequence.cache.is_loading = False
+        self._loading.remove(sequence)
+        if swapped is not None:
+            self._cut(sequence, swapped.first)
+        sequence.cache.swapped = swapped
+        self._on_unload(sequence)
+
+    # ---- on the device ----
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        """Plan to copy a page before the next step."""
+        self._copies.append((group, source, target))
+
+    # ---- either way ----
+
+    def drop(self, sequence: Sequence) -> None:
+        """Let go of what a sequence has on the host."""
+        if sequence.cache.swapped is not None:
+            self._release_slots(sequence.cache.swapped)
+            sequence.cache.swapped = None
+
+    def revoke(self, sequence: Sequence) -> bool:
+        """Undo what was planned for a sequence since the last step; False where nothing was."""
+        targets = [set(pages) for pages in sequence.pages]
+        kept = [
+            (group, source, target) for group, source, target in self._copies if target not in targets[group]
+        ]
+        was_copied, self._copies = len(kept) < len(self._copies), kept
+        for transfer in self._planned_loads:
+            load = self._loads[transfer.serial]
+            if load.sequence is sequence:
+                self._planned_loads.remove(transfer)
+                del self._loads[transfer.serial]
+                for group, part in enumerate(load.away):
+                    self._book.hosts[group].end_load(slot for _, slot in part)
+                self._undo(sequence, load.swapped)
+                return True
+        return was_copied
+
+    def take_moves(self) -> Moves | None:
+        """What is to be moved before the next step, None for nothing; each is taken once."""
+        if not (self._planned_saves or self._planned_loads or self._copies):
+            return None
+        groups = range(len(self._book.pools))
+        moves = Moves(
+            tuple(self._planned_saves),
+            tuple(self._planned_loads),
+            tuple(ids([source for g, source, _ in self._copies if g == group]) for group in groups),
+            tuple(ids([target for g, _, target in self._copies if g == group]) for group in groups),
+        )
+        own = [load for load in moves.loads if self._loads[load.serial].swapped is not None]
+        self.counts["swap_in_sequences"] += len(own)
+        self.counts["swap_in_pages"] += sum(load.num_pages for load in moves.loads)
+        self.counts["page_copies"] += moves.num_copies
+        self._planned_saves, self._planned_loads, self._copies = [], [], []
+        return moves
+
+    def _release_slots(self, swapped: SwappedPages) -> None:
+        for group, host in enumerate(self._book.hosts):
+            host.release(reversed(swapped.in_group(group)))
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    # ---- looking in ----
+
+    def owned_slots(self) -> list[list[list[int]]]:
+        """By group, lists of slots that loads hold for their sequences; for `check`."""
+        own = [load.swapped for load in self._loads.values() if load.swapped is not None]
+        return [[swapped.in_group(group) for swapped in own] for group in range(len(self._book.hosts))]
+
+
+def _with_slots(sequence: Sequence, first: int, pairs: list[Pairs], slots: list[list[int]]) -> SwappedPages:
+    """What a sequence has on the host, with the slots just taken for these pages."""
+    old, tables = sequence.cache.swapped, list[tuple[int, ...]]()
+    for group, (part, taken) in enumerate(zip(pairs, slots, strict=True)):
+        by_index = {i: slot for (i, _), slot in zip(part, taken, strict=True)}
+        if old is not None:
+            by_index |= {i: slot for i, slot in enumerate(old.slots[group], old.first) if slot}
+        length = len(sequence.pages[group]) if old is None else old.first + len(old.slots[group])
+        tables.append(tuple(by_index.get(i, 0) for i in range(first, length)))
+    return SwappedPages(first, tuple(tables))

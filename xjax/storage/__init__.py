@@ -1,0 +1,1 @@
+"""Bytes of pages outside the device; which pages, and for how long, is decided elsewhere."""
