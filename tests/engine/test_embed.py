@@ -133,9 +133,9 @@ def run_schedule(engine, seed):
 def test_any_schedule(kit, monkeypatch):
     counted, whole = [0], Roster.preempt
 
-    def preempt(self, sequence):
+    def preempt(self, sequence, **how):
         counted[0] += sequence.request.pooling == "mean" and sequence.num_computed > 0
-        whole(self, sequence)
+        whole(self, sequence, **how)
 
     monkeypatch.setattr(Roster, "preempt", preempt)
     engine = kit.engine()
