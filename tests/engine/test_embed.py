@@ -90,7 +90,8 @@ def kit(tmp_path_factory):
         load_model(checkpoint), rows=(6,), max_num_seqs=6, page_size=1, max_model_len=64, num_pages=76
     )
     shapes = dataclasses.replace(made.plan.scheduler.shapes, prefill=((8, 8),), num_scored=(8,))
-    scheduler = dataclasses.replace(made.plan.scheduler, shapes=shapes)
+    # Without shared prefixes, since prompts begin alike and fewer would be preempted.
+    scheduler = dataclasses.replace(made.plan.scheduler, shapes=shapes, prefix_cache=False)
     plan = dataclasses.replace(made.plan, scheduler=scheduler)
     return Kit(made.model, plan, make_table(made.model, plan))
 
