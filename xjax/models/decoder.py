@@ -18,8 +18,8 @@ from xjax.models import layers
 from xjax.models.experts import Experts, read_gguf_experts
 from xjax.models.layers import LayerConfig, LayerParts, Params
 from xjax.models.rope import Rope, angles
-from xjax.models.rope_settings import factors_from_gguf, rope_from_gguf, rope_from_hf
-from xjax.models.settings import Settings, check_heads
+from xjax.models.rope_settings import factors_from_gguf, rope_dim_from_gguf, rope_from_gguf, rope_from_hf
+from xjax.models.settings import Settings, check_heads, short
 from xjax.state.batch import Batch
 from xjax.state.kv import EngineState
 
@@ -95,8 +95,8 @@ def read_hf(
     """
     embed_dim, num_heads = get.integer("hidden_size"), get.integer("num_attention_heads")
     num_kv_heads = get.integer("num_key_value_heads", num_heads)
-    head_dim = get.integer("head_dim", max(embed_dim // num_heads, 1))
-    check_heads(get.source, num_heads, num_kv_heads, head_dim)
+    head_dim = get.head_dim("head_dim", max(embed_dim // num_heads, 1))
+    check_heads(get.source, num_heads, num_kv_heads)
     scaling = get.table("rope_parameters") or get.table("rope_scaling")
     max_context = get.integer("max_position_embeddings", 2048)
     found: dict[str, Any] = {
@@ -130,7 +130,8 @@ def _rope_dim(get: Settings, head_dim: int, share: object) -> int:
     if share is None:
         return head_dim
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise LoadError(f"{get.source}: partial_rotary_factor must be above 0 and at most 1, not {share!r}")
+        wanted = "must be above 0 and at most 1"
+        raise LoadError(f"{get.source}: partial_rotary_factor {wanted}, not {short(share)}")
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         raise LoadError(f"{get.source}: partial_rotary_factor {share} of {head_dim} must be an even size")
@@ -154,15 +155,17 @@ def read_gguf(
     """
     embed_dim, num_heads = get.integer("embedding_length"), get.integer("attention.head_count")
     num_kv_heads = get.integer("attention.head_count_kv", num_heads)
-    head_dim = get.integer("attention.key_length", max(embed_dim // num_heads, 1))
+    head_dim = get.head_dim("attention.key_length", max(embed_dim // num_heads, 1))
     has_experts = get.integer("expert_count", 0, low=0) > 0
     if has_experts and normalizes is None:
         raise LoadError(f"{get.source}: {get.prefix}expert_count is not 0; this architecture has no experts")
-    check_heads(get.source, num_heads, num_kv_heads, head_dim)
-    rope_dim = get.integer("rope.dimension_count", head_dim)
+    check_heads(get.source, num_heads, num_kv_heads)
+    rope_dim = rope_dim_from_gguf(get, head_dim)
     if rope_dim != head_dim and not is_partial:
         raise LoadError(f"{get.source}: {get.prefix}rope.dimension_count must be the head size, {head_dim}")
     embed = tensors.get("token_embd.weight")
+    if embed is not None and len(embed.shape) != 2:
+        raise LoadError(f"{get.source}: tensor token_embd.weight must be a matrix, found {embed.shape}")
     parts = LayerParts(
         qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,

@@ -33,7 +33,7 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
     nested = Settings(values, "config.json").table("text_config")
     given = {key: value for key, value in (nested or values).items() if value is not None}
     get = Settings(_DEFAULTS | given, "config.json")
-    num_layers, head_dim = get.num_layers("num_hidden_layers"), get.integer("head_dim")
+    num_layers, head_dim = get.num_layers("num_hidden_layers"), get.head_dim("head_dim")
     is_bidirectional = get.flag("use_bidirectional_attention", False)
     if get.optional_number("attn_logit_softcapping") is not None or is_bidirectional:
         raise LoadError(
@@ -84,7 +84,7 @@ def _window(layer_id: int, window: int, pattern: int) -> int | None:
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
     """Read GGUF metadata; the local rotary base and the window pattern are the family's own."""
     get = Settings({"gemma3.attention.key_length": 256, **values}, "GGUF metadata", "gemma3.")
-    num_layers, head_dim = get.num_layers("block_count"), get.integer("attention.key_length")
+    num_layers, head_dim = get.num_layers("block_count"), get.head_dim("attention.key_length")
     embed_dim, window = get.integer("embedding_length"), get.integer("attention.sliding_window")
     num_heads = get.integer("attention.head_count")
     return read_gguf(

@@ -6,7 +6,7 @@ from typing import Any
 from xjax.models.decoder import Config, read_gguf, read_hf
 from xjax.models.family import Family
 from xjax.models.naming import Naming
-from xjax.models.rope_settings import long_from_gguf
+from xjax.models.rope_settings import long_from_gguf, rope_dim_from_gguf
 from xjax.models.settings import Settings
 
 _NAMING = Naming(
@@ -25,8 +25,8 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
     """Read GGUF metadata; the long factors are tensors."""
     get = Settings(values, "GGUF metadata", "phi3.")
-    head_dim = get.integer("embedding_length") // get.integer("attention.head_count")
-    dim = get.integer("rope.dimension_count", head_dim)
+    default = max(get.integer("embedding_length") // get.integer("attention.head_count"), 1)
+    dim = rope_dim_from_gguf(get, get.head_dim("attention.key_length", default))
     window = get.integer("attention.sliding_window", 0, low=0) or None
     rope = long_from_gguf(get, tensors, dim=dim, theta=10000.0)
     windows = (window,) * get.num_layers("block_count")

@@ -8,7 +8,7 @@ import numpy as np
 
 from xjax.errors import LoadError
 from xjax.models.rope import Rope, inverse_frequencies
-from xjax.models.settings import Settings
+from xjax.models.settings import Settings, short
 
 _PLAIN = ("default", "mrope", None)  # "mrope": with text alone, the positions of all axes are equal
 _LEAST = 1e-30  # of a frequency; float32 holds it and its inverse
@@ -41,7 +41,7 @@ def rope_from_hf(
     theta = get.number("rope_theta", theta)
     if not isinstance(kind, str | None) or kind not in _READERS:
         known = ", ".join(sorted(str(name) for name in _READERS if name is not None))
-        raise LoadError(f"config.json: rope scaling of type {kind!r} is not supported; known: {known}")
+        raise LoadError(f"config.json: rope scaling of type {short(kind)} is not supported; known: {known}")
     return _checked(get.source, lambda: _READERS[kind](get, dim, theta, context, original))
 
 
@@ -175,8 +175,18 @@ def rope_from_gguf(get: Settings, *, dim: int, theta: float) -> Rope:
         return _checked(get.source, lambda: Rope(dim, theta, "linear", factor))
     if kind not in (None, "none"):
         known = "none, linear, yarn"
-        raise LoadError(f"{get.source}: rope scaling of type {kind!r} is not supported; known: {known}")
+        raise LoadError(f"{get.source}: rope scaling of type {short(kind)} is not supported; known: {known}")
     return _checked(get.source, lambda: Rope(dim, theta))
+
+
+def rope_dim_from_gguf(get: Settings, head_dim: int) -> int:
+    """Read how many dimensions of a head are rotated."""
+    dim = get.head_dim("rope.dimension_count", head_dim)
+    if dim > head_dim:
+        raise LoadError(
+            f"{get.source}: {get.prefix}rope.dimension_count must be at most the head size, {head_dim}"
+        )
+    return dim
 
 
 def _yarn_from_gguf(get: Settings, dim: int, theta: float) -> Rope:

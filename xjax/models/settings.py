@@ -8,7 +8,8 @@ from xjax.errors import LoadError
 # No model is larger in anything that is counted; what is would only take memory before it fails.
 _MAX_COUNT = 1 << 24
 _MAX_LAYERS = 4096
-_MAX_NUMBER = 3.4e38  # of float32
+_MAX_HEAD_DIM = 1 << 14
+_LEAST_NUMBER, _MAX_NUMBER = 1.2e-38, 3.4e38  # of float32
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh", "gelu": "gelu",
@@ -31,7 +32,7 @@ class Settings:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             name = self.prefix + key
             raise LoadError(
-                f"{self.source}: {name} must be an integer from {low} to {high}, not {_short(value)}"
+                f"{self.source}: {name} must be an integer from {low} to {high}, not {short(value)}"
             )
         return value
 
@@ -43,13 +44,22 @@ class Settings:
         """Read how many layers there are."""
         return self.integer(key, default, high=_MAX_LAYERS)
 
+    def head_dim(self, key: str, default: int | None = None) -> int:
+        """Read the size of a head, of which rotary embedding takes pairs."""
+        size = self.integer(key, default, high=_MAX_HEAD_DIM)
+        if size % 2:
+            raise LoadError(
+                f"{self.source}: {self.prefix}{key} must be even for rotary embedding, not {size}"
+            )
+        return size
+
     def number(self, key: str, default: float | None = None) -> float:
         """Read a positive number."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
-            raise LoadError(
-                f"{self.source}: {self.prefix}{key} must be a number above 0, not {_short(value)}"
-            )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not _LEAST_NUMBER <= value <= _MAX_NUMBER:
+            wanted = "must be a number above 0 within float32"
+            raise LoadError(f"{self.source}: {self.prefix}{key} {wanted}, not {short(value)}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -60,14 +70,14 @@ class Settings:
         """Read true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise LoadError(f"{self.source}: {self.prefix}{key} must be true or false, not {_short(value)}")
+            raise LoadError(f"{self.source}: {self.prefix}{key} must be true or false, not {short(value)}")
         return value
 
     def table(self, key: str) -> Mapping[str, Any] | None:
         """Read a nested mapping, or None where there is none."""
         value = self.values.get(self.prefix + key)
         if value is not None and not isinstance(value, Mapping):
-            raise LoadError(f"{self.source}: {self.prefix}{key} must be an object, not {_short(value)}")
+            raise LoadError(f"{self.source}: {self.prefix}{key} must be an object, not {short(value)}")
         return value
 
     def windows(
@@ -92,10 +102,13 @@ class Settings:
 
     def activation(self, *keys: str, default: str) -> str:
         """Read the feed-forward activation from the first key that is there."""
-        name = next((self.values[key] for key in keys if self.values.get(key) is not None), default)
+        key = next((key for key in keys if self.values.get(key) is not None), None)
+        name = default if key is None else self.values[key]
         if not isinstance(name, str) or name not in _ACTIVATIONS:
             known = ", ".join(sorted(_ACTIVATIONS))
-            raise LoadError(f"{self.source}: activation {_short(name)} is not supported; known: {known}")
+            raise LoadError(
+                f"{self.source}: {key}, the activation, must be one of {known}, not {short(name)}"
+            )
         return _ACTIVATIONS[name]
 
     def _get(self, key: str, default: Any) -> Any:
@@ -107,14 +120,13 @@ class Settings:
         return default
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value of unknown size as it goes into a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def check_heads(source: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def check_heads(source: str, num_heads: int, num_kv_heads: int) -> None:
     """Refuse head counts that no attention can have."""
     if num_heads % num_kv_heads:
         raise LoadError(f"{source}: {num_heads} heads cannot share {num_kv_heads} kv heads evenly")
-    if head_dim % 2:
-        raise LoadError(f"{source}: head_dim must be even for rotary embedding, not {head_dim}")

@@ -24,6 +24,9 @@ _PRODUCTS = frozenset(
 )
 
 
+_WHOLE_NUMBERS = ("int", "uint", "bool")  # types that hold codes of something else, never weights
+
+
 @dataclass(frozen=True)
 class LeafPlan:
     """How one array is made: its spec, the tensors, and how they are put together.
@@ -68,6 +71,8 @@ class Planner:
         else:
             shapes, fuse = self._recipe(field, spec, len(views))
         for view, shape in zip(views, shapes, strict=True):
+            if not isinstance(view, QuantizedView) and view.dtype.startswith(_WHOLE_NUMBERS):
+                raise LoadError(f"{view.file}: tensor {view.name} holds {view.dtype}, no weights")
             if view.shape != shape:
                 expected = f"must have shape {shape}, found {view.shape}"
                 raise LoadError(f"{view.file}: tensor {view.name} {expected}")
