@@ -60,8 +60,8 @@ def _numbers(kind, rng, num_out, num_in):
     if kind == "int8":
         codes = rng.integers(-128, 128, (num_out, num_in)).astype(np.int8)
         return codes, codes.astype(np.float64)
-    codes = rng.integers(0, 120, (num_out, num_in)).astype(np.uint8).view(jnp.dtype(kind))
-    return codes, codes.astype(np.float64)
+    codes = rng.integers(0, 120, (num_out, num_in)).astype(np.uint8)
+    return codes, codes.view(jnp.dtype(kind)).astype(np.float64)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "float8_e4m3fn", "float8_e5m2"])
@@ -69,14 +69,14 @@ def _numbers(kind, rng, num_out, num_in):
 def test_kinds_of_codes(kind, rows):
     """In blocks of outputs whose number divides evenly and whose does not."""
     rng = np.random.default_rng(2)
-    for num_out, num_in in ((11, 96), (700, 96), (512, 160)):
+    for num_out, num_in, group in ((11, 96, 32), (700, 96, 3), (512, 160, 32)):
         x = rng.standard_normal((rows, num_in)).astype(np.float32)
         codes, values = _numbers(kind, rng, num_out, num_in)
-        scales = (rng.uniform(0.5, 1, (num_out, num_in // 32)) / np.abs(values).max()).astype(np.float32)
+        scales = (rng.uniform(0.5, 1, (num_out, num_in // group)) / np.abs(values).max()).astype(np.float32)
         zeros = rng.integers(-8, 8, scales.shape).astype(np.int8)
-        w = (values - np.repeat(zeros, 32, 1)) * np.repeat(scales.astype(np.float64), 32, 1)
+        w = (values - np.repeat(zeros, group, 1)) * np.repeat(scales.astype(np.float64), group, 1)
         parts = [jnp.asarray(part) for part in (x, codes, scales)]
-        found = linear_quantized(*parts, None, jnp.asarray(zeros))
+        found = linear_quantized(*parts, None, jnp.asarray(zeros), code_type=kind)
         np.testing.assert_allclose(found, x @ w.T, rtol=1e-4, atol=1e-4)
     assert rows_at_a_time(11, 96) == 11
     assert rows_at_a_time(700, 96) < 700
@@ -89,7 +89,8 @@ def test_dequantized_bits():
     zeros = rng.integers(-128, 128, (64, 3)).astype(np.int8)
     scales = rng.uniform(1e-4, 1, (64, 3)).astype(np.float32)
     wanted = (codes.astype(np.int32) - np.repeat(zeros, 32, 1)).astype(np.float32) * np.repeat(scales, 32, 1)
-    found = jax.jit(partial(dequantize, dtype=jnp.dtype("float32")))(codes, scales, None, zeros)
+    numbers = jax.jit(partial(dequantize, code_type="int8", dtype=jnp.dtype("float32")))
+    found = numbers(codes, scales, None, zeros)
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -100,7 +101,7 @@ def test_a_block_of_numbers_at_a_time(rows):
 
     def run(x, parts):
         for codes, scales in parts:
-            x = x + linear_quantized(x, codes, scales)
+            x = x + linear_quantized(x, codes, scales, code_type="int4")
         return x
 
     codes = jax.ShapeDtypeStruct((size, size // 2), jnp.uint8)

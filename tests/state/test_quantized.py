@@ -74,7 +74,7 @@ def codes_of(kind, *, num_out=16, num_in=96, group=16, has_order=False):
     codes = {
         "int4": lambda: jnp.asarray(rng.integers(0, 256, (num_out, num_in // 2)), jnp.uint8),
         "int8": lambda: jnp.asarray(rng.integers(-128, 128, shape), jnp.int8),
-        "float8_e4m3fn": lambda: jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn),
+        "float8_e4m3fn": lambda: jnp.asarray(rng.integers(0, 127, shape), jnp.uint8),
     }[kind]()
     return QuantizedArray(
         codes=codes,
@@ -129,7 +129,7 @@ def test_where_parts_lie(name):
     assert (found.codes.spec, found.scales.spec) == (PartitionSpec(*of_codes), PartitionSpec(*of_scales))
     placed = jax.device_put(w, found)
     x = jnp.asarray(np.random.default_rng(5).standard_normal((3, 96), np.float32))
-    np.testing.assert_allclose(jax.jit(matmul)(x, placed), matmul(x, w), atol=1e-5)
+    np.testing.assert_allclose(jax.jit(matmul)(x, placed), matmul(x, w), rtol=1e-5, atol=1e-4)
 
 
 def test_groups_that_do_not_divide_are_not_split():

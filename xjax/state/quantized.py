@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xjax.kernels import linear as kernels
 from xjax.kernels.linear.xla import dequantize, rows_at_a_time
 
+CODE_TYPES = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 GROUP_BY_KIND = {"int8": None, "int8_32": 32}
 
 
@@ -22,8 +23,8 @@ GROUP_BY_KIND = {"int8": None, "int8_32": 32}
 class QuantizedArray:
     """A weight matrix as codes, w[:, order] = (codes - zeros) * scales + minimum.
 
-    codes    [Out, In]      int8 or float8; or [Out, In / 2] uint8, two 4-bit codes a byte, the
-                            earlier one low, each with 8 added to it
+    codes    [Out, In]      int8, or the bytes of 8-bit floats as uint8; of 4 bits [Out, In / 2] uint8,
+                            two a byte, the earlier one low, each with 8 added to it
     scales   [Out, In / g]  float32, g inputs share one
     minimum  [Out, In / g]  float32, or None
     zeros    [Out, In / g]  int8, or None
@@ -40,6 +41,11 @@ class QuantizedArray:
     order: jax.Array | None = None
     kind: str = struct.field(pytree_node=False, default="int8")
     shape: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
+
+    @property
+    def code_type(self) -> str:
+        """What a code is."""
+        return next(name for name in CODE_TYPES if self.kind.startswith(name))
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +93,7 @@ def to_float(w: Weight, dtype: jnp.dtype) -> jax.Array:
     """
     if not isinstance(w, QuantizedArray):
         return w.astype(dtype)
-    values = dequantize(w.codes, w.scales, w.minimum, w.zeros, dtype=dtype)
+    values = dequantize(w.codes, w.scales, w.minimum, w.zeros, code_type=w.code_type, dtype=dtype)
     return values if w.order is None else jnp.zeros_like(values).at[:, w.order].set(values)
 
 
@@ -102,7 +108,9 @@ def matmul(x: jax.Array, w: Weight, *, backend: str = "xla") -> jax.Array:
         return kernels.linear(x, w, backend=backend)
     if w.order is not None:
         x = jnp.take(x, w.order, axis=1, mode="clip")
-    return kernels.linear_quantized(x, w.codes, w.scales, w.minimum, w.zeros, backend=backend)
+    return kernels.linear_quantized(
+        x, w.codes, w.scales, w.minimum, w.zeros, code_type=w.code_type, backend=backend
+    )
 
 
 def working_bytes(arrays: Sequence[QuantizedArray]) -> int:

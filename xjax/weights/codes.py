@@ -76,7 +76,7 @@ def fuse_codes(parts: Sequence[Codes], fuse: Fuse, num_out: int, allocate: Alloc
         )
     num_in = 2 * width if first.kind == "int4" else width
     values: dict[str, Any] = {
-        "codes": codes.view(jnp.dtype(first.kind)) if first.kind.startswith("float8") else codes,
+        "codes": codes,
         "scales": fused([part.scales for part in parts], groups),
         "zeros": zeros,
         "order": first.order,

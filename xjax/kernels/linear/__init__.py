@@ -5,8 +5,11 @@
 
     x        [N, In]        model dtype
     w        [Out, In]      floating point
-    codes    [Out, In]      int8 or float8; or [Out, In / 2] uint8: two 4-bit codes a byte, the earlier
-                            one in the low half, each with 8 added to it
+    codes    [Out, In]      of a code type:
+                              int8                         int8
+                              float8_e4m3fn, float8_e5m2   uint8, the bytes of 8-bit floats
+                              int4                         [Out, In / 2] uint8: two codes a byte, the
+                                                           earlier one low, each with 8 added to it
     scales   [Out, In / g]  float; one for each run of g inputs, g = In for one a channel
     minimum  [Out, In / g]  float, added after scaling, or None
     zeros    [Out, In / g]  int8, subtracted before scaling, or None
@@ -46,15 +49,16 @@ def linear_quantized(
     minimum: jax.Array | None = None,
     zeros: jax.Array | None = None,
     *,
+    code_type: str = "int8",
     backend: str = "xla",
 ) -> jax.Array:
     """Multiply rows by transposed weights w = (codes - zeros) * scales + minimum.
 
     x        [N, In]        model dtype
-    codes    [Out, In]      int8 or float8; or [Out, In / 2] uint8, two 4-bit codes a byte
+    codes    [Out, In]      of `code_type`; "int4": [Out, In / 2]
     scales   [Out, In / g]  floating point
     minimum  [Out, In / g]  floating point, or None
     zeros    [Out, In / g]  int8, or None
     returns  [N, Out]       dtype of x
     """
-    return _QUANTIZED[backend](x, codes, scales, minimum, zeros)
+    return _QUANTIZED[backend](x, codes, scales, minimum, zeros, code_type=code_type)
