@@ -4,7 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xjax.checkpoints.quantized.packing import float8_values, pack_nibbles, unpack_nibbles, unpack_words
+from xjax.checkpoints.quantized.packing import (
+    float8_values,
+    pack_nibbles,
+    unpack_nibbles,
+    unpack_rows,
+    unpack_words,
+)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -17,14 +23,15 @@ def test_words(bits):
         words.append([(number >> (32 * i)) & 0xFFFFFFFF for i in range(64 * bits // 32)])
     packed = np.array(words, np.uint32).view(np.int32)
     np.testing.assert_array_equal(unpack_words(packed, bits), codes)
+    np.testing.assert_array_equal(unpack_rows(np.ascontiguousarray(packed.T), bits), codes.T)
 
 
 def test_nibbles():
-    codes = np.random.default_rng(0).integers(0, 16, (5, 8)).astype(np.uint8)
+    codes = np.random.default_rng(0).integers(0, 16, (8, 5)).astype(np.uint8)
     packed = pack_nibbles(codes)
-    assert packed.shape == (5, 4)
-    assert packed[2, 1] == codes[2, 2] + 16 * codes[2, 3]
-    np.testing.assert_array_equal(unpack_nibbles(packed), codes)
+    assert packed.shape == (4, 5)
+    assert packed[1, 2] == codes[2, 2] + 16 * codes[3, 2]
+    np.testing.assert_array_equal(unpack_nibbles(np.ascontiguousarray(packed.T)), codes.T)
 
 
 @pytest.mark.device

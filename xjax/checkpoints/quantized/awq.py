@@ -21,7 +21,7 @@ from xjax.checkpoints.quantized.codes import (
     whole_numbers,
 )
 from xjax.checkpoints.quantized.modules import Parts, part, parts_by_module
-from xjax.checkpoints.quantized.packing import Bytes, unpack_words
+from xjax.checkpoints.quantized.packing import Bytes
 from xjax.checkpoints.quantized.settings import Settings
 from xjax.errors import LoadError
 
@@ -68,11 +68,15 @@ def _view(module: str, parts: Parts, group_size: int) -> QuantizedView:
 
 def _read(parts: Parts) -> Codes:
     codes, zeros = (_unpack(parts[name]) for name in ("qweight", "qzeros"))
-    return from_unsigned(codes, zeros, scales_by_output(parts["scales"]), 4)
+    return from_unsigned(codes, np.ascontiguousarray(zeros.T), scales_by_output(parts["scales"]), 4)
 
 
 def _unpack(view: Stored) -> Bytes:
-    """Unpack words along the outputs: [In, Out / 8] int32 -> [Out, In] uint8."""
-    codes = unpack_words(whole_numbers(view), 4)
-    codes = codes.reshape(len(codes), -1, 8)[:, :, _PLACES]
-    return np.ascontiguousarray(codes.reshape(len(codes), -1).T)
+    """Unpack words along the outputs: [In, Out / 8] int32 -> [In, Out] uint8."""
+    words = whole_numbers(view)
+    data = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    out = np.empty((*words.shape, 8), np.uint8)
+    for output, place in enumerate(_PLACES):
+        byte = data[:, :, place // 2]
+        out[:, :, output] = byte >> np.uint8(4) if place % 2 else byte & np.uint8(15)
+    return out.reshape(len(words), -1)

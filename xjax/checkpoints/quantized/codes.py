@@ -156,17 +156,19 @@ def from_unsigned(
 ) -> Codes:
     """Make codes of whole numbers from 0 up to 2 ** bits - 1.
 
-    codes    [Out, In]      uint8
+    codes    [In, Out]      uint8
     zeros    [Out, In / g]  uint8, the code that stands for zero; None: the middle one
     scales   [Out, In / g]  float32
-    order    [In]           int32, columns of `codes` in the order in which they are to lie
+    order    [In]           int32, the rows of `codes` in the order in which they are to lie
     """
     middle = np.uint8(1 << (bits - 1))
     if order is not None:
-        codes = codes[:, order]
-    if bits == 8 or codes.shape[1] % 2:
-        return Codes((codes - middle).view(np.int8), scales, signed_zeros(zeros, bits), order, "int8")
-    packed = pack_nibbles(codes + (np.uint8(8) - middle))
+        codes = codes[order]
+    if bits == 8 or len(codes) % 2:
+        signed = np.ascontiguousarray((codes - middle).T).view(np.int8)
+        return Codes(signed, scales, signed_zeros(zeros, bits), order, "int8")
+    # Pairs of rows before they are turned: half the bytes to turn.
+    packed = np.ascontiguousarray(pack_nibbles(codes + (np.uint8(8) - middle)).T)
     return Codes(packed, scales, signed_zeros(zeros, bits), order, "int4")
 
 
@@ -182,9 +184,13 @@ def from_words(
 
     words   [Out, In * bits / 32]  int32, contiguous; a last word may be filled up
     """
+    data = words.view(np.uint8)
     if bits == 4 and order is None and num_in % 2 == 0:  # as we keep them
-        return Codes(words.view(np.uint8)[:, : num_in // 2], scales, signed_zeros(zeros, bits), None, "int4")
-    return from_unsigned(unpack_words(words, bits)[:, :num_in], zeros, scales, bits, order)
+        return Codes(data[:, : num_in // 2], scales, signed_zeros(zeros, bits), None, "int4")
+    if bits == 8 and order is None:
+        signed = (data[:, :num_in] ^ np.uint8(128)).view(np.int8)
+        return Codes(signed, scales, signed_zeros(zeros, bits), None, "int8")
+    return from_unsigned(unpack_words(words, bits)[:, :num_in].T, zeros, scales, bits, order)
 
 
 def signed_zeros(zeros: Bytes | None, bits: int) -> npt.NDArray[np.int8] | None:

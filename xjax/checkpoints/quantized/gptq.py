@@ -19,13 +19,14 @@ from xjax.checkpoints.quantized.codes import (
     QuantizedView,
     Stored,
     check,
+    from_unsigned,
     from_words,
     inputs_by_group,
     scales_by_output,
     whole_numbers,
 )
 from xjax.checkpoints.quantized.modules import Parts, part, parts_by_module
-from xjax.checkpoints.quantized.packing import Bytes, unpack_words
+from xjax.checkpoints.quantized.packing import Bytes, unpack_rows, unpack_words
 from xjax.checkpoints.quantized.settings import Settings, matches
 from xjax.errors import LoadError
 
@@ -104,8 +105,10 @@ def _read(parts: Parts, scheme: _Scheme, num_in: int, group_size: int) -> Codes:
         order = inputs_by_group(parts["g_idx"], num_in // group_size, group_size)
     scales = scales_by_output(parts["scales"])
     zeros = _zeros(whole_numbers(parts["qzeros"]), len(scales), scheme)
-    words = np.ascontiguousarray(whole_numbers(parts["qweight"]).T)
-    return from_words(words, num_in, zeros, scales, scheme.bits, order)
+    words = whole_numbers(parts["qweight"])
+    if order is None:
+        return from_words(np.ascontiguousarray(words.T), num_in, zeros, scales, scheme.bits)
+    return from_unsigned(unpack_rows(words, scheme.bits)[:num_in], zeros, scales, scheme.bits, order)
 
 
 def _zeros(words: npt.NDArray[np.int32], num_out: int, scheme: _Scheme) -> Bytes:

@@ -43,12 +43,29 @@ def unpack_nibbles(data: Bytes) -> Bytes:
 
 
 def pack_nibbles(codes: Bytes) -> Bytes:
-    """Put two codes into each byte, the earlier one low.
+    """Put the codes of two rows into each byte, those of the earlier one low.
 
-    codes    [R, C]      uint8, below 16; C even
-    returns  [R, C / 2]  uint8
+    codes    [R, C]      uint8, below 16; R even
+    returns  [R / 2, C]  uint8
     """
-    return codes[:, ::2] | (codes[:, 1::2] << np.uint8(4))
+    return codes[::2] | (codes[1::2] << np.uint8(4))
+
+
+def unpack_rows(words: npt.NDArray[Any], bits: int) -> Bytes:
+    """Take codes out of words that hold those of neighbouring rows, the lowest bits first.
+
+    words    [R * bits / 32, C]  int32
+    returns  [R, C]              uint8
+    """
+    if 32 % bits:
+        return unpack_words(np.ascontiguousarray(words.T), bits).T
+    # Bytes first: arithmetic on them is four times that on words.
+    data = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    out = np.empty((len(words), 32 // bits, words.shape[1]), np.uint8)
+    for i in range(32 // bits):
+        byte, shift = divmod(bits * i, 8)
+        out[:, i] = (data[:, :, byte] >> np.uint8(shift)) & np.uint8(2**bits - 1)
+    return out.reshape(-1, words.shape[1])
 
 
 @functools.cache

@@ -89,5 +89,5 @@ def narrowed(codes: Codes, bits: int) -> Codes:
     values = codes.codes
     if codes.kind != "int8" or bits > 4 or values.shape[1] % 2 or values.min() < -8 or values.max() > 7:
         return codes
-    packed = pack_nibbles((values + np.int8(8)).view(np.uint8))
+    packed = np.ascontiguousarray(pack_nibbles((values + np.int8(8)).view(np.uint8).T).T)
     return Codes(packed, codes.scales, codes.zeros, codes.order, "int4")
