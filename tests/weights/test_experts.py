@@ -1,78 +1,155 @@
-"""A quantized mixture of experts: these become numbers, all else keeps its codes."""
+"""Weights of experts out of every form of file, and what is wrong with them by name."""
 
 import json
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.flax
+import safetensors.numpy
 
 from tests.golden.checkpoints import write_folder
 from tests.golden.families import FAMILY_CASES
-from tests.golden.quantized import write_safetensors
-from tests.paged import PagedRows, run_alone
+from tests.golden.gguf_families import write_family
+from tests.golden.recipe import weights
 from xjax.checkpoints.checkpoint import open_checkpoint
+from xjax.errors import LoadError
 from xjax.models.registry import load_config
-from xjax.state.quantized import QuantizedArray, is_quantized, to_float
+from xjax.state.quantized import QuantizedArray
 from xjax.weights.load import load_params
 
 pytestmark = pytest.mark.device
 
-WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-SETTINGS = {
-    "quant_method": "compressed-tensors", "format": "int-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
-}  # fmt: skip
+FIRST = "model.layers.0.mlp.experts."
 
 
-def load(folder):
-    checkpoint = open_checkpoint(folder)
+def load(path):
+    checkpoint = open_checkpoint(path)
     family, config = load_config(
         checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors
     )
-    return family, config, load_params(checkpoint, family, config, dtype=jnp.dtype("float32"))
+    return load_params(checkpoint, family, config, dtype=jnp.dtype("float32"))
 
 
-def write_both(case, folder):
-    """The case with its matrices as codes, and as the numbers that these stand for."""
-    write_folder(case, folder / "codes")
-    write_folder(case, folder / "numbers")
-    views = open_checkpoint(folder / "codes").tensors
-    codes, numbers = {}, {}
-    for name, view in views.items():
-        w = np.array(view.read())
-        is_matrix = (
-            w.ndim == 2 and "embed" not in name and "head" not in name and not name.endswith("gate.weight")
+def assert_same(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(FAMILY_CASES["qwen2moe_shared"], tmp_path)
+
+
+def change(folder, edit, **config):
+    """Rewrite a folder's tensors and config."""
+    path = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    edit(tensors)
+    safetensors.numpy.save_file(tensors, path)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | config))
+
+
+def test_layout(folder):
+    """Of each expert the gate over the rest."""
+    params, named = load(folder), weights(FAMILY_CASES["qwen2moe_shared"])
+    half = params.layers[1].feed_forward
+    prefix = "model.layers.1.mlp."
+    for expert in range(6):
+        gate, up, down = (
+            named[f"{prefix}experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
         )
-        if not is_matrix:
-            codes[name] = numbers[name] = (w, "F32")
+        np.testing.assert_array_equal(half.experts.gate_up[expert], np.concatenate([gate, up]))
+        np.testing.assert_array_equal(half.experts.down[expert], down)
+    np.testing.assert_array_equal(half.router, named[prefix + "gate.weight"])
+    np.testing.assert_array_equal(half.shared.gate, named[prefix + "shared_expert_gate.weight"])
+    assert half.router.dtype == jnp.float32
+
+
+def test_stacked_in_a_folder(folder):
+    """As a model has them in memory since version 5 of transformers."""
+    wanted = load(folder)
+
+    def stack(tensors):
+        for layer in range(2):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            parts = {
+                part: np.stack([tensors.pop(f"{prefix}{i}.{part}_proj.weight") for i in range(6)])
+                for part in ("gate", "up", "down")
+            }
+            tensors[prefix + "gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+            tensors[prefix + "down_proj"] = parts["down"]
+
+    change(folder, stack)
+    assert_same(load(folder), wanted)
+
+
+def test_gate_of_the_shared_expert_as_a_vector(tmp_path, monkeypatch):
+    """Converters wrote it so for a time."""
+    case = FAMILY_CASES["qwen2moe_shared"]
+    wanted = load(write_folder(case, tmp_path / "folder"))
+    add, found = gguf.GGUFWriter.add_tensor, []
+
+    def squeezed(writer, name, values, **options):
+        if name.endswith("ffn_gate_inp_shexp.weight"):
+            found.append(name)
+            values = values.reshape(-1)
+        add(writer, name, values, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", squeezed)
+    params = load(write_family(case, tmp_path / "model.gguf"))
+    assert len(found) == 2
+    assert_same(params, wanted)
+
+
+@pytest.mark.parametrize(
+    ("edit", "config", "words"),
+    [
+        (lambda t: t.pop(FIRST + "3.up_proj.weight"), {}, r"tensor .*experts\.3\.up_proj\.weight is missing"),
+        (lambda t: t.pop("model.layers.0.mlp.gate.weight"), {}, r"tensor .*mlp\.gate\.weight is missing"),
+        (lambda t: t.update({FIRST + "2.down_proj.weight": np.zeros((48, 25), np.float32)}), {},
+         r"experts\.2\.down_proj\.weight must have shape \(48, 24\), found \(48, 25\)"),
+        (lambda t: t.update({"model.layers.0.mlp.gate.weight": np.zeros((5, 48), np.float32)}), {},
+         r"mlp\.gate\.weight must have shape \(6, 48\), found \(5, 48\)"),
+        (lambda t: None, {"num_experts": 7}, r"gate\.weight must have shape \(7, 48\), found \(6, 48\)"),
+        (lambda t: t.update({FIRST + "6.down_proj.weight": np.zeros((48, 24), np.float32)}), {},
+         r"experts\.6\.down_proj\.weight has no place"),
+        (lambda t: None, {"mlp_only_layers": [0]}, "is missing"),
+    ],
+)  # fmt: skip
+def test_faults_are_named(folder, edit, config, words):
+    change(folder, edit, **config)
+    with pytest.raises(LoadError, match=words) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_float8_experts_are_read_as_numbers(tmp_path):
+    """Of a form that Qwen3-MoE is published in; the other matrices stay codes."""
+    case = FAMILY_CASES["qwen3moe_tied"]
+    folder = write_folder(case, tmp_path)
+    named = {name: jnp.asarray(value) for name, value in weights(case).items()}
+    stored, wanted = {}, {}
+    for name, value in named.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = value
             continue
-        scales = (np.abs(w).max(1, keepdims=True) / 127).astype(np.float32)
-        rounded = np.round(w / scales).astype(np.int8)
-        codes |= {name: (rounded, "I8"), f"{name}_scale": (scales, "F32")}
-        numbers[name] = (rounded * scales, "F32")
-    write_safetensors(folder / "codes" / "model.safetensors", codes)
-    write_safetensors(folder / "numbers" / "model.safetensors", numbers)
-    config = json.loads((folder / "codes" / "config.json").read_text())
-    (folder / "codes" / "config.json").write_text(json.dumps(config | {"quantization_config": SETTINGS}))
-    return folder / "codes", folder / "numbers"
-
-
-@pytest.mark.parametrize("name", ["mixtral_top2", "qwen2moe_shared"])
-def test_experts(name, tmp_path):
-    case = FAMILY_CASES[name]
-    coded, plain = (load(folder) for folder in write_both(case, tmp_path))
-    params = coded[2]
-    layer = params.layers[0]
-    assert isinstance(layer.attention.qkv, QuantizedArray)
-    assert isinstance(layer.feed_forward.experts.gate_up, jax.Array)
-    if layer.feed_forward.shared is not None:
-        assert isinstance(layer.feed_forward.shared.gate_up, QuantizedArray)
-        assert isinstance(layer.feed_forward.shared.down, QuantizedArray)
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    for found, wanted in zip(leaves, jax.tree.leaves(plain[2]), strict=True):
-        np.testing.assert_array_equal(to_float(found, jnp.dtype("float32")), wanted)
-    coded_logits, plain_logits = (
-        run_alone(PagedRows(*model, num_rows=3, num_tiles=6), case.ids, [44]) for model in (coded, plain)
-    )
-    assert np.abs(coded_logits - plain_logits).max() < 1e-4
+        scale = jnp.abs(value).max() / 448
+        stored[name] = (value / scale).astype(jnp.float8_e4m3fn)
+        stored[name.replace("weight", "weight_scale_inv")] = scale.reshape(1, 1)
+        wanted[name] = stored[name].astype(jnp.float32) * scale
+    safetensors.flax.save_file(stored, folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    params = load(folder)
+    for layer in range(2):
+        half, prefix = params.layers[layer].feed_forward, f"model.layers.{layer}.mlp.experts."
+        for expert in range(6):
+            parts = [wanted[f"{prefix}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+            np.testing.assert_allclose(half.experts.gate_up[expert], np.concatenate(parts[:2]), rtol=1e-6)
+            np.testing.assert_allclose(half.experts.down[expert], parts[2], rtol=1e-6)
+        assert isinstance(params.layers[layer].attention.o, QuantizedArray)
