@@ -14,6 +14,7 @@ import numpy as np
 
 GOLDEN = Path(__file__).parent / "golden.npz"
 HIDDEN = Path(__file__).parent / "hidden.npz"
+ROUNDED = Path(__file__).parent / "bfloat16.json"
 # Cases of which hidden states after the last norm are kept, those of every position.
 HIDDEN_CASES = ("llama_tied", "gemma_soft_cap")
 
