@@ -19,7 +19,7 @@ from xjax.config import EngineOptions
 from xjax.models.registry import Entry, supported
 from xjax.request import SamplingParams
 from xjax_server.cli.app import app
-from xjax_server.cli.options import HIDDEN_ENGINE_OPTIONS, SAMPLING_FLAGS, SAMPLING_HELP, flag
+from xjax_server.cli.terminal.options import HIDDEN_ENGINE_OPTIONS, SAMPLING_FLAGS, SAMPLING_HELP, flag
 from xjax_server.openai.openapi import ERRORS, OPERATIONS
 from xjax_server.openai.read import refused_fields
 from xjax_server.openai.types import IGNORED, ContentPart, Message, SamplingFields, StreamOptions
@@ -243,7 +243,8 @@ def api_page() -> str:
 
 MODELS_INTRODUCTION = """\
 What `xjax generate`, `chat`, `serve` and `xjax.LLM` run: a folder as Hugging Face lays it out
-(`config.json` and safetensors, in one file or in shards) or a GGUF file. The architecture is the entry of
+(`config.json` and safetensors, in one file or in shards), a GGUF file, or what `xjax convert` made of
+either ([converted.md](converted.md)). The architecture is the entry of
 `architectures` in `config.json`, and `general.architecture` in a GGUF.
 
 """

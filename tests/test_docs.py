@@ -33,6 +33,8 @@ BROAD_EXCEPT = {
     "xjax/engine/transfer.py": (1, "top of the mover's thread: a save that failed is reported"),
     "xjax/engine/warmup.py": (1, "top of a compile thread: what it raises goes to who waits"),
     "xjax/text/folder.py": (1, "tokenizers raises bare Exception"),
+    "xjax/weights/orbax.py": (1, "orbax raises bare Exception"),
+    "xjax/weights/writer.py": (1, "top of the writing thread: what it raises goes to who waits"),
     "xjax_server/app.py": (1, "top of the application: the envelope instead of a trace"),
     "xjax_server/cli/app.py": (1, "top of the command line: one line instead of a trace"),
     "xjax_server/lifecycle.py": (1, "top of the loading thread: what it raises goes to who waits"),

@@ -23,6 +23,7 @@ PUBLIC = [
     "TokenEvent",
     "XjaxError",
     "__version__",
+    "convert",
 ]
 
 

@@ -14,21 +14,16 @@ if TYPE_CHECKING:
     from xjax.engine.outputs import CompletionOutput, RequestOutput, StreamChunk
     from xjax.errors import CapacityError, EngineError, LoadError, RequestError, XjaxError
     from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
+    from xjax.weights.convert import convert
 
 _HOME_BY_NAME = {
     "LLM": "xjax.engine.llm",
-    "CompletionOutput": "xjax.engine.outputs",
-    "RequestOutput": "xjax.engine.outputs",
-    "StreamChunk": "xjax.engine.outputs",
-    "CapacityError": "xjax.errors",
-    "EngineError": "xjax.errors",
-    "LoadError": "xjax.errors",
-    "RequestError": "xjax.errors",
-    "XjaxError": "xjax.errors",
-    "FinishReason": "xjax.request",
-    "Request": "xjax.request",
-    "SamplingParams": "xjax.request",
-    "TokenEvent": "xjax.request",
+    "convert": "xjax.weights.convert",
+    **dict.fromkeys(("CompletionOutput", "RequestOutput", "StreamChunk"), "xjax.engine.outputs"),
+    **dict.fromkeys(
+        ("CapacityError", "EngineError", "LoadError", "RequestError", "XjaxError"), "xjax.errors"
+    ),
+    **dict.fromkeys(("FinishReason", "Request", "SamplingParams", "TokenEvent"), "xjax.request"),
 }
 
 __all__ = [
@@ -46,6 +41,7 @@ __all__ = [
     "TokenEvent",
     "XjaxError",
     "__version__",
+    "convert",
 ]
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xjax.checkpoints.gguf import StringArray, read_gguf
+from xjax.checkpoints.gguf import StringArray, metadata_alone, read_gguf
 from xjax.errors import LoadError
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
@@ -352,3 +352,26 @@ def test_the_default_model_equals_the_reference_reader(smollm2_path: Path) -> No
         )
     tokens = reference.fields["tokenizer.ggml.tokens"].contents()
     assert file.metadata["tokenizer.ggml.tokens"] == tokens
+
+
+# ---- metadata alone -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_metadata_alone_is_that_of_the_file(version: int, tmp_path: Path) -> None:
+    words = struct.pack("<IQ", STRING, 2) + text("a") + text("\u00e9")
+    entries = [ARCH, entry("tokenizer.ggml.tokens", ARRAY, words), entry("x.y", F32, struct.pack("<f", 0.1))]
+    path = write(tmp_path, gguf_bytes(entries, [tensor("w", [2])], bytes(8), version=version))
+    alone = write(tmp_path, metadata_alone(path), "metadata.gguf")
+    found, wanted = read_gguf(alone), read_gguf(path)
+    assert dict(found.metadata) == dict(wanted.metadata)
+    assert list(found.metadata) == list(wanted.metadata)
+    assert found.tensors == {}
+    assert metadata_alone(alone) == alone.read_bytes()
+
+
+def test_metadata_alone_of_a_part_is_of_no_parts(tmp_path: Path) -> None:
+    first = _split_model(tmp_path)[0]
+    alone = write(tmp_path, metadata_alone(first), "metadata.gguf")
+    wanted = {key: value for key, value in read_gguf(first).metadata.items() if not key.startswith("split.")}
+    assert dict(read_gguf(alone).metadata) == wanted

@@ -16,6 +16,7 @@ from xjax.checkpoints.metadata import read_json, read_optional_json
 from xjax.checkpoints.quantized.codes import QuantizedView
 from xjax.checkpoints.quantized.methods import gather
 from xjax.checkpoints.safetensors import read_safetensors
+from xjax.checkpoints.saved import METADATA, SavedModel, check_files, is_saved, read_manifest
 from xjax.checkpoints.tensor import TensorView
 from xjax.errors import LoadError
 
@@ -37,6 +38,8 @@ class Checkpoint:
     tensors            by the name in the file; of a quantized module its weight as a whole
     files              the weight files, in order
     architecture       config's first "architectures", or GGUF's general.architecture
+    saved              of a model in our own form, what was converted: `kind` and `config` are those of
+                       the model it was made from, and `tensors` is empty
     """
 
     kind: Literal["hf", "gguf"]
@@ -46,6 +49,7 @@ class Checkpoint:
     tensors: Mapping[str, View]
     files: tuple[Path, ...]
     architecture: str
+    saved: SavedModel | None = None
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -58,7 +62,21 @@ def _open_gguf(path: Path) -> Checkpoint:
     return Checkpoint("gguf", files[0], metadata, {}, tensors, files, architecture)
 
 
+def _open_saved(folder: Path) -> Checkpoint:
+    saved = read_manifest(folder)
+    weights = saved.part_files()
+    check_files(folder, saved, saved.files.keys() - weights)
+    config = (
+        read_gguf(folder / METADATA).metadata if saved.kind == "gguf" else read_json(folder / "config.json")
+    )
+    generation_config = read_optional_json(folder / "generation_config.json")
+    files = tuple(folder / name for name in weights)
+    return Checkpoint(saved.kind, folder, config, generation_config, {}, files, saved.architecture, saved)
+
+
 def _open_folder(folder: Path) -> Checkpoint:
+    if is_saved(folder):
+        return _open_saved(folder)
     if not (folder / "config.json").exists():
         files = sorted(file for file in folder.glob("*.gguf") if not _LATER_PART.search(file.name))
         if len(files) == 1:
@@ -77,7 +95,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a Hugging Face folder or a GGUF file (of a split one, any part).
+    """Open a Hugging Face folder, a GGUF file (of a split one, any part), or what `xjax convert` wrote.
 
     Raises LoadError with one line that names the file, the tensor or key, and what was expected.
     """

@@ -27,6 +27,7 @@ TENSOR_TYPES = {
     35: "tq2_0", 39: "mxfp4", 40: "nvfp4", 41: "q1_0",
 }  # fmt: skip
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_NESTING = 4
@@ -248,10 +249,9 @@ def _place_tensors(
     return tensors
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorView]]:
-    mapped = MappedFile(path)
-    cursor = _Cursor(mapped)
-    if bytes(cursor.buffer[:4]) != b"GGUF":
+def _read_counts(cursor: _Cursor) -> tuple[int, int]:
+    """Read what a file begins with; returns how many tensors and metadata entries it says it has."""
+    if bytes(cursor.buffer[:4]) != _MAGIC:
         cursor.fail("not a GGUF file: it does not begin with 'GGUF'")
     cursor.position = 4
     version = cursor.number("I")
@@ -259,11 +259,30 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorView]]:
         cursor.fail("a big-endian GGUF file; only little-endian files can be read")
     if version not in (2, 3):
         cursor.fail(f"GGUF version {version} cannot be read, only 2 and 3")
-    num_tensors = cursor.count(24, "tensors")
-    num_entries = cursor.count(13, "metadata entries")
+    return cursor.count(24, "tensors"), cursor.count(13, "metadata entries")
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorView]]:
+    mapped = MappedFile(path)
+    cursor = _Cursor(mapped)
+    num_tensors, num_entries = _read_counts(cursor)
     metadata = _read_metadata(cursor, num_entries)
     infos = [_read_tensor_info(cursor, index) for index in range(num_tensors)]
     return metadata, _place_tensors(cursor, mapped, infos, _alignment(cursor, metadata))
+
+
+def metadata_alone(path: Path) -> bytes:
+    """Make a GGUF file of the metadata of another, as it is but for what belongs to parts of a split one."""
+    cursor = _Cursor(MappedFile(path))
+    _, num_entries = _read_counts(cursor)
+    entries: list[bytes] = []
+    for _ in range(num_entries):
+        start = cursor.position
+        key = cursor.text("key")
+        _read_value(cursor, cursor.number("I"))
+        if not key.startswith("split."):
+            entries.append(bytes(cursor.buffer[start : cursor.position]))
+    return _MAGIC + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
 
 
 def split_names(name: str) -> list[str] | None:

@@ -22,19 +22,18 @@ from xjax.engine.memory import MemoryPlan, available_bytes, plan_memory
 from xjax.engine.step import StepSpec
 from xjax.engine.warmup import ProgramCache, ProgramTable
 from xjax.errors import LoadError
-from xjax.kernels.choice import choose
+from xjax.kernels.choice import choose, choose_dtype
 from xjax.kernels.pages import page_dtype
 from xjax.models.family import Family
-from xjax.models.registry import load_config
 from xjax.state.kv import EngineState, abstract_state, allocate, state_bytes
 from xjax.state.quantized import is_quantized, working_bytes
 from xjax.state.zeros import give_back_zeros
-from xjax.weights.load import load_params
+from xjax.weights.load import load_params, read_config
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
-_CPU = {"page_size": 16, "prefill_chunk_size": 512, "dtype": "float32"}
-_ACCELERATOR = {"page_size": 64, "prefill_chunk_size": 2048, "dtype": "bfloat16"}
+_CPU = {"page_size": 16, "prefill_chunk_size": 512}
+_ACCELERATOR = {"page_size": 64, "prefill_chunk_size": 2048}
 _THREADS_VARIABLE = "PJRT_NPROC"  # read by the runtime when its client starts
 
 
@@ -86,7 +85,8 @@ def with_defaults(options: EngineOptions, device: Any) -> EngineOptions:
     values: dict[str, Any] = {}
     for name, value in defaults.items():
         given = getattr(options, name)
-        values[name] = value if given in (None, "auto") else given
+        values[name] = value if given is None else given
+    values["dtype"] = choose_dtype(options.dtype, device.platform)
     values["kvcache_dtype"] = values["dtype"] if options.kvcache_dtype == "auto" else options.kvcache_dtype
     values["kernels"] = choose(options.kernels, device.platform)
     return options.replace(**values)
@@ -102,9 +102,7 @@ def load_model(
     """Read a checkpoint's parameters onto a device. Raises LoadError."""
     device = device or jax.devices()[0]
     name = with_defaults(EngineOptions(dtype=dtype), device).dtype
-    family, config = load_config(
-        checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors
-    )
+    family, config = read_config(checkpoint)
     sharding = jax.sharding.SingleDeviceSharding(device)
     report = None if progress is None else partial(progress, "load")
     params = load_params(

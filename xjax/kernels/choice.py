@@ -1,4 +1,4 @@
-"""Which kernels a step uses: the backend's name behind `--kernels`. Knows no kernel."""
+"""What a step computes with where the user leaves it open: kernels and dtype. Knows no kernel."""
 
 import functools
 import importlib.util
@@ -9,6 +9,13 @@ import platform as machine
 from xjax.errors import LoadError
 
 _log = logging.getLogger(__name__)
+
+
+def choose_dtype(dtype: str, platform: str) -> str:
+    """Name the dtype of weights and activations for an option and a platform."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def choose(kernels: str, platform: str) -> str:

@@ -22,8 +22,10 @@ import numpy as np
 from xjax.checkpoints.checkpoint import Checkpoint
 from xjax.models.family import Family
 from xjax.models.layers import Params
+from xjax.models.registry import load_config
 from xjax.state.quantized import QuantizedArray, spread
 from xjax.weights.codes import read_codes
+from xjax.weights.orbax import read_saved_config, restore_params
 from xjax.weights.plan import LeafPlan, Planner
 from xjax.weights.read import parts_of
 
@@ -32,6 +34,13 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _ALIGNMENT = 64  # bytes; what XLA wants of an array that it takes over as it is
 _AHEAD = 2  # arrays
 _MOST_THREADS = 8  # more than can be had of memory by then
+
+
+def read_config(checkpoint: Checkpoint) -> tuple[Family, Any]:
+    """Find the family of a checkpoint and its Config. Raises LoadError."""
+    if checkpoint.saved is not None:
+        return read_saved_config(checkpoint.saved, str(checkpoint.path))
+    return load_config(checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors)
 
 
 def load_params(
@@ -52,6 +61,10 @@ def load_params(
     another shape or not part of the model.
     """
     specs = family.specs(config)
+    if checkpoint.saved is not None:
+        return restore_params(
+            checkpoint.saved, checkpoint.path, specs, dtype=dtype, sharding=sharding, progress=progress
+        )
     found, tree = jax.tree_util.tree_flatten_with_path(specs)
     planner = Planner(checkpoint, family, config)
     plans = [planner.plan(path, spec) for path, spec in found]

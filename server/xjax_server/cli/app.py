@@ -20,8 +20,8 @@ from typer.main import get_command
 
 import xjax
 from xjax.errors import XjaxError
-from xjax_server.cli import bench, chat, generate, models, pull, serve
-from xjax_server.cli.console import PIPE_CLOSED, drop, flush, print_error, set_up_streams, write
+from xjax_server.cli import bench, chat, convert, generate, models, pull, serve
+from xjax_server.cli.terminal.console import PIPE_CLOSED, drop, flush, print_error, set_up_streams, write
 from xjax_server.interrupts import is_compiling, was_interrupted
 
 INTERRUPTED = 130  # as a shell reports a program that SIGINT ended
@@ -37,6 +37,7 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("pull")(pull.pull)
 app.command("models")(models.models)
+app.command("convert")(convert.convert)
 app.add_typer(bench.app, name="bench")
 
 

@@ -28,9 +28,9 @@ from typing import IO, Any, cast
 import xjax
 from xjax.errors import LoadError, RequestError, XjaxError
 from xjax.request import SamplingParams
-from xjax_server.cli.console import ProgressBar, note, stats_line, write
-from xjax_server.cli.options import Flags
 from xjax_server.cli.results import error_object, result_object
+from xjax_server.cli.terminal.console import ProgressBar, note, stats_line, write
+from xjax_server.cli.terminal.options import Flags
 
 # Requests handed over at once: enough to keep every row busy, few enough to hold in memory.
 WINDOW = 1024

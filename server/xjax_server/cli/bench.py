@@ -10,12 +10,13 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 import typer
 
 from xjax_server.bench.commands.flags import LoadFlags
-from xjax_server.cli.console import ProgressBar, note
+from xjax_server.cli.terminal.console import ProgressBar, note
+from xjax_server.cli.terminal.options import takes
 from xjax_server.interrupts import ending_at_once
 
 app = typer.Typer(help="Measure engines and servers, and compare results.")
@@ -40,22 +41,12 @@ def _commands(name: str) -> ModuleType:
 
 def takes_load_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the flags of a load; it receives them as the keyword argument `flags`."""
-    own, hints = inspect.signature(command), get_type_hints(LoadFlags, include_extras=True)
-    kind = inspect.Parameter.KEYWORD_ONLY
+    hints, kind = get_type_hints(LoadFlags, include_extras=True), inspect.Parameter.KEYWORD_ONLY
     shared = [
         inspect.Parameter(item.name, kind, default=item.default, annotation=hints[item.name])
         for item in fields(LoadFlags)
     ]
-
-    def call(**values: Any) -> None:
-        flags = LoadFlags(**{item.name: values.pop(item.name) for item in shared})
-        command(**values, flags=flags)
-
-    kept = [parameter for name, parameter in own.parameters.items() if name != "flags"]
-    call.__signature__ = own.replace(parameters=[*kept, *shared])  # pyright: ignore[reportFunctionMemberAccess]
-    call.__annotations__ = {}
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
-    return call
+    return takes(command, shared, lambda values: LoadFlags(**values))
 
 
 @app.command()

@@ -13,9 +13,9 @@ import typer
 
 import xjax
 from xjax.errors import EngineError, RequestError, XjaxError
-from xjax_server.cli.console import ProgressBar, note, print_error, write
 from xjax_server.cli.generate import Tally, stream_answer
-from xjax_server.cli.options import Flags, takes_engine_flags
+from xjax_server.cli.terminal.console import ProgressBar, note, print_error, write
+from xjax_server.cli.terminal.options import Flags, takes_engine_flags
 
 with contextlib.suppress(ImportError):  # gives input() line editing and history, where it exists
     import readline as _  # noqa: F401

@@ -18,9 +18,9 @@ import typer
 import xjax
 from xjax.errors import RequestError
 from xjax_server.cli import batch
-from xjax_server.cli.console import ProgressBar, note, stats_line, write
-from xjax_server.cli.options import Flags, takes_engine_flags
 from xjax_server.cli.results import result_object
+from xjax_server.cli.terminal.console import ProgressBar, note, stats_line, write
+from xjax_server.cli.terminal.options import Flags, takes_engine_flags
 
 Message = dict[str, Any]
 

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from xjax.checkpoints import hub
 from xjax.config import cache_home
-from xjax_server.cli.console import note, write
+from xjax_server.cli.terminal.console import note, write
 
 
 def models() -> None:

@@ -6,7 +6,7 @@ import typer
 
 from xjax.checkpoints import hub
 from xjax.config import cache_home
-from xjax_server.cli.console import ProgressBar, write
+from xjax_server.cli.terminal.console import ProgressBar, write
 
 
 def pull(

@@ -22,8 +22,8 @@ import xjax
 from xjax.checkpoints import hub
 from xjax.config import EngineOptions, environment_api_keys
 from xjax.errors import LoadError
-from xjax_server.cli.console import ProgressBar, note
-from xjax_server.cli.options import Flags, takes_engine_flags
+from xjax_server.cli.terminal.console import ProgressBar, note
+from xjax_server.cli.terminal.options import Flags, takes_engine_flags
 from xjax_server.interrupts import ending_at_once
 
 if TYPE_CHECKING:

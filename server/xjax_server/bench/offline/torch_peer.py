@@ -81,8 +81,9 @@ def _halves(rows: Any, num_heads: int) -> Any:
 def settings_of(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
     """Model type and config fields of transformers from GGUF metadata."""
     kind = checkpoint.architecture
-    if checkpoint.kind != "gguf" or kind not in _NORMS:
-        raise LoadError(f"the transformers peer reads GGUF files of {', '.join(_NORMS)}, not {kind}")
+    if checkpoint.kind != "gguf" or kind not in _NORMS or checkpoint.saved is not None:
+        found = "what xjax convert wrote" if checkpoint.saved is not None else kind
+        raise LoadError(f"the transformers peer reads GGUF files of {', '.join(_NORMS)}, not {found}")
     get: Mapping[str, Any] = {key.removeprefix(f"{kind}."): value for key, value in checkpoint.config.items()}
     heads = int(get["attention.head_count"])
     fields: dict[str, Any] = {

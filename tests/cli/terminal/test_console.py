@@ -12,9 +12,9 @@ from typer.main import get_command
 
 from xjax_server.cli import main
 from xjax_server.cli.app import app
-from xjax_server.cli.console import ProgressBar, set_up_logging, stats_line
+from xjax_server.cli.terminal.console import ProgressBar, set_up_logging, stats_line
 
-PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_llm.py"))]
+PROGRAM = [sys.executable, str(Path(__file__).parent.with_name("fake_llm.py"))]
 
 
 def test_bar_is_drawn_on_a_terminal_and_keeps_off_stdout():

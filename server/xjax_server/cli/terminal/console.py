@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 PIPE_CLOSED = 141  # as a shell reports a program that SIGPIPE ended
-_STAGES = {"load": "loading weights", "compile": "compiling for this machine"}
+_STAGES = {"load": "loading weights", "save": "writing weights", "compile": "compiling for this machine"}
 _BYTES_FROM = 10**6  # totals from here on are bytes, smaller ones are counts
 
 

@@ -16,7 +16,7 @@ import typer
 import xjax
 from xjax.config import EngineOptions
 from xjax.request import SamplingParams
-from xjax_server.cli.console import ProgressBar, set_up_logging
+from xjax_server.cli.terminal.console import ProgressBar, set_up_logging
 from xjax_server.interrupts import ending_at_once, is_compiling
 
 # `--seed` of the command line is the seed of the request.
@@ -158,27 +158,36 @@ def _shared_parameters(has_sampling: bool) -> list[inspect.Parameter]:
     return found
 
 
-def takes_engine_flags(command: Callable[..., None], *, has_sampling: bool = True) -> Callable[..., None]:
-    """Give a command the shared flags; it receives them as the keyword argument `flags`."""
+def takes(
+    command: Callable[..., None], shared: list[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
+) -> Callable[..., None]:
+    """Give a command parameters beside its own; `make` makes of their values its keyword argument `flags`."""
     own = inspect.signature(command)
-    shared = _shared_parameters(has_sampling)
 
     def run(**values: Any) -> None:
         given = {item.name: values.pop(item.name) for item in shared}
-        given = {name: value for name, value in given.items() if value not in (None, [])}
-        flags = Flags(
-            model=given.get("model"),
-            revision=given.get("revision"),
-            chat_template=given.get("chat_template"),
-            sampling={name: given[name] for name in SAMPLING_FLAGS if name in given},
-            engine={item.name: given[item.name] for item in fields(EngineOptions) if item.name in given
-                    and item.name not in HIDDEN_ENGINE_OPTIONS},
-            verbose=bool(given.get("verbose")),
-        )  # fmt: skip
-        command(**values, flags=flags)
+        command(**values, flags=make(given))
 
     kept = [parameter for name, parameter in own.parameters.items() if name != "flags"]
     run.__signature__ = own.replace(parameters=[*kept, *shared])  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
+
+
+def takes_engine_flags(command: Callable[..., None], *, has_sampling: bool = True) -> Callable[..., None]:
+    """Give a command the shared flags; it receives them as the keyword argument `flags`."""
+    return takes(command, _shared_parameters(has_sampling), _engine_flags)
+
+
+def _engine_flags(values: dict[str, Any]) -> Flags:
+    given = {name: value for name, value in values.items() if value not in (None, [])}
+    options = [item.name for item in fields(EngineOptions) if item.name not in HIDDEN_ENGINE_OPTIONS]
+    return Flags(
+        model=given.get("model"),
+        revision=given.get("revision"),
+        chat_template=given.get("chat_template"),
+        sampling={name: given[name] for name in SAMPLING_FLAGS if name in given},
+        engine={name: given[name] for name in options if name in given},
+        verbose=bool(given.get("verbose")),
+    )

@@ -1,0 +1,1 @@
+"""What every command needs of a terminal: flags in, lines and progress out."""
