@@ -8,7 +8,7 @@ import pytest
 from tests.fakes import FakeDevice, FakeLoop
 from tests.scheduler.traces import make_cache_trace, run_trace
 from xjax.cache.host import HostPool
-from xjax.cache.index import PrefixIndex
+from xjax.cache.index import PrefixIndex, Record
 from xjax.cache.keys import KeyChain
 from xjax.cache.pool import PagePool
 from xjax.scheduler.pages.prefix import PrefixCache
@@ -110,14 +110,7 @@ def break_match_one_page_too_many(patch):
 def break_keys_forget_the_page_before(patch):
     whole = KeyChain.next
     patch.setattr(KeyChain, "next", lambda self, parent, tokens, salt=b"": whole(self, None, tokens, salt))
-    find = PrefixIndex._chain
-
-    def chain(self, keys, pages, limit):
-        for record in self._records.values():
-            record.parent = keys[keys.index(record.key) - 1] if record.key in keys[1:] else record.parent
-        return find(self, keys, pages, limit)
-
-    patch.setattr(PrefixIndex, "_chain", chain)
+    patch.setattr(Record, "is_page", lambda self, parent, tokens: self.tokens == tokens)
 
 
 def break_tokens_are_not_compared(patch):
@@ -125,16 +118,7 @@ def break_tokens_are_not_compared(patch):
     patch.setattr(
         KeyChain, "next", lambda self, parent, tokens, salt=b"": whole(self, parent, bytes(len(tokens)), salt)
     )
-
-    def chain(self, keys, pages, limit):
-        found = []
-        for key in keys[:limit]:
-            if key not in self._records:
-                break
-            found.append(self._records[key])
-        return found
-
-    patch.setattr(PrefixIndex, "_chain", chain)
+    patch.setattr(Record, "is_page", lambda self, parent, tokens: True)
 
 
 def break_window_pages_are_not_needed(patch):
@@ -153,7 +137,8 @@ def break_publish_too_early(patch):
 
 
 def break_failed_steps_stay_published(patch):
-    patch.setattr(PrefixCache, "take_back", lambda self, step_id: None)
+    whole = PrefixCache.end_step
+    patch.setattr(PrefixCache, "end_step", lambda self, step_id, *, ok: whole(self, step_id, ok=True))
     patch.setattr(PrefixCache, "clear", lambda self: 0)
 
 

@@ -6,13 +6,17 @@
     demote   a page goes to the host    -> its record names the slot instead
     promote  its bytes are back         -> its record names the new page
 
-A record is there while it can be used: while every full-attention group has its page, on the device or
-on the host. Window groups may lack pages; a match needs those inside the window at its end alone.
+Records are a tree: each knows the record of the page before, so that one found from the first page on
+stands for exactly these tokens, whatever its key. A record has bytes while every full-attention group has
+its page, on the device or on the host; without, it is but a link, and there while a record follows it.
+Window groups may lack pages; a match needs those inside the window at its end alone.
 Knows no sequence; refcounts are the pools'.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Union
 
 from xjax.cache.host import HostPool
 from xjax.cache.pool import PagePool
@@ -21,24 +25,36 @@ from xjax.cache.pool import PagePool
 class Record:
     """One page of tokens.
 
-    key, parent   of this page and of the one before; None before the first
-    tokens        as `keys.page_tokens` has them
-    pages         device page by group, 0 where there is none
-    slots         host slot by group, 0 where there is none
-    snapshot      recurrent state at the end of this page; nothing makes one yet
+    key            of this page
+    parent         the record of the page before; the salt in the first
+    tokens         as `keys.page_tokens` has them
+    pages          device page by group, 0 where there is none
+    slots          host slot by group, 0 where there is none
+    num_children   records whose parent it is
+    snapshot       recurrent state at the end of this page; nothing makes one yet
     """
 
-    __slots__ = ("key", "pages", "parent", "slots", "snapshot", "tokens")
+    __slots__ = ("key", "num_children", "pages", "parent", "slots", "snapshot", "tokens")
 
-    def __init__(self, key: bytes, parent: bytes | None, tokens: bytes, num_groups: int) -> None:
+    def __init__(self, key: bytes, parent: "Parent", tokens: bytes, num_groups: int) -> None:
         self.key, self.parent, self.tokens = key, parent, tokens
         self.pages = [0] * num_groups
         self.slots = [0] * num_groups
+        self.num_children = 0
         self.snapshot: None = None
+
+    def is_page(self, parent: "Parent", tokens: bytes) -> bool:
+        """Whether it is that of these tokens after that page."""
+        if self.tokens != tokens:
+            return False
+        return self.parent == parent if isinstance(parent, bytes) else self.parent is parent
 
     def has(self, group: int) -> bool:
         """Whether the bytes of a group are anywhere."""
         return bool(self.pages[group] or self.slots[group])
+
+
+Parent = Union[Record, bytes]  # noqa: UP007  a class and its alias name each other
 
 
 @dataclass(frozen=True)
@@ -92,33 +108,35 @@ class PrefixIndex:
 
     # ---- match ----
 
-    def match(self, keys: Sequence[bytes], pages: Sequence[bytes], limit: int) -> Match:
+    def match(self, keys: Sequence[bytes], pages: Sequence[bytes], limit: int, salt: bytes = b"") -> Match:
         """Find the longest usable prefix of at most `limit` pages; changes nothing.
 
         keys, pages   key and tokens of each page of the prompt
+        salt          that the keys were made with
         """
-        found = self._chain(keys, pages, limit)
+        found = self._chain(keys, pages, limit, salt)
         length = self._usable(found)
         if length == limit:
-            return Match(tuple(found[:length]), "")
-        return Match(tuple(found[:length]), "unknown" if length == len(found) else "window")
+            return Match(tuple(found), "")
+        is_gone = length == len(found) or (self._is_whole and not self._has_bytes(found[length]))
+        return Match(tuple(found[:length]), "unknown" if is_gone else "window")
 
-    def _chain(self, keys: Sequence[bytes], pages: Sequence[bytes], limit: int) -> list[Record]:
-        records, parent, found = self._records, None, list[Record]()
+    def _chain(self, keys: Sequence[bytes], pages: Sequence[bytes], limit: int, salt: bytes) -> list[Record]:
+        records, found = self._records, list[Record]()
+        parent: Parent = salt
         for place in range(limit):
-            key = keys[place]
-            record = records.get(key)
-            if record is None or record.tokens != pages[place] or record.parent != parent:
+            record = records.get(keys[place])
+            if record is None or not record.is_page(parent, pages[place]):
                 break
             found.append(record)
-            parent = key
+            parent = record
         return found
 
     def _usable(self, found: Sequence[Record]) -> int:
         """Most leading records after which every group has the pages it needs."""
         length = len(found)
         missing = [
-            [place for place, record in enumerate(found) if not record.has(group)]
+            [i for i, record in enumerate(found) if not record.pages[group] and not record.slots[group]]
             for group in range(len(self._pools))
         ]
         is_open = True
@@ -133,34 +151,48 @@ class PrefixIndex:
 
     # ---- changes ----
 
-    def find(self, key: bytes, tokens: bytes, parent: bytes | None) -> Record | None:
-        """The record of exactly this page."""
-        record = self._records.get(key)
-        return record if record is not None and record.tokens == tokens and record.parent == parent else None
+    def is_known(self, record: Record) -> bool:
+        """Whether a record is still one of the index's, so that pages can follow it."""
+        return self._records.get(record.key) is record
 
-    def insert(self, key: bytes, parent: bytes | None, tokens: bytes, pages: Sequence[int]) -> Record | None:
-        """Record a computed page; None where it cannot be kept, and then nothing has changed.
+    def insert(self, key: bytes, parent: Parent, tokens: bytes, pages: Sequence[int]) -> Record | None:
+        """Record a computed page; None where it has no record and can have none.
 
-        pages   device page by group, 0 for one already given back; each is referenced
+        parent   the record of the page before, or the salt
+        pages    device page by group, 0 for one already given back; each is referenced
 
-        What the record of an equal page lacks is taken from this one; the rest stays as it is.
+        What the record of an equal page lacks is taken from this one, where that makes it whole and
+        there is room; the rest stays as it is.
         """
         record = self._records.get(key)
-        if record is not None and (record.tokens != tokens or record.parent != parent):
-            return None  # another page with the same key; never seen, and never to be mistaken
-        if record is None:
-            if any(not pages[group] for group in self._needed) and (self._is_whole or not any(pages)):
-                return None
+        if record is not None and not record.is_page(parent, tokens):
+            return None  # another page with the same key; never to be mistaken
+        first = self._needed[0]
+        if pages[first] and (record is None or not record.pages[first]):
             if not self._has_room():
-                return None
-            record = self._records[key] = Record(key, parent, tokens, len(self._pools))
-            self.num_stored += 1
+                return record
+            record = self._records.get(key)  # what made room may have been the last to follow it
+        if isinstance(parent, Record) and not self.is_known(parent):
+            return None
+        there = [bool(pages[group]) or (record is not None and record.has(group)) for group in self._needed]
+        if not (all(there) if self._is_whole else any(there)):
+            return record
+        if record is None:
+            record = self._add(key, parent, tokens)
         for group, page in enumerate(pages):
-            if page and not record.pages[group] and not self._pools[group].is_kept(page):
+            if page and not record.pages[group]:
                 self._hold(record, group, page)
         return record
 
+    def _add(self, key: bytes, parent: Parent, tokens: bytes) -> Record:
+        record = self._records[key] = Record(key, parent, tokens, len(self._pools))
+        if isinstance(parent, Record):
+            parent.num_children += 1
+        self.num_stored += 1
+        return record
+
     def _has_room(self) -> bool:
+        """Whether one more page may be kept, after the one idle longest went if need be."""
         if self._max_pages is None:
             return True
         if self._max_pages <= 0:
@@ -174,18 +206,18 @@ class PrefixIndex:
 
     def promote(self, record: Record, group: int, page: int) -> None:
         """Name the device page that a record's bytes were copied into; its host slot is let go."""
-        if self._records.get(record.key) is not record or record.pages[group]:
+        if not self.is_known(record) or record.pages[group]:
             return
-        self._hold(record, group, page)
-        self._let_go_of_slot(record, group)
+        if group != self._needed[0] or self._has_room():
+            self._hold(record, group, page)
+            self._let_go_of_slot(record, group)
 
     def demote(self, group: int, page: int, slot: int) -> None:
         """Name the host slot that a page's bytes are copied into, and let the page go."""
         record = self._by_page[group].get(page)
         if record is None:
             return
-        if record.slots[group]:
-            self._let_go_of_slot(record, group)
+        self._let_go_of_slot(record, group)
         self._hosts[group].keep(slot)
         record.slots[group] = slot
         self._by_slot[group][slot] = record
@@ -213,7 +245,7 @@ class PrefixIndex:
         return True
 
     def forget_slots(self, group: int, slots: Sequence[int]) -> None:
-        """Let go of host slots whose bytes never landed."""
+        """Let go of host slots whose bytes never landed, or cannot be read."""
         for slot in slots:
             record = self._by_slot[group].get(slot)
             if record is not None:
@@ -221,42 +253,55 @@ class PrefixIndex:
                 self._settle(record)
 
     def forget(self, record: Record) -> None:
-        """Forget one page, where it is still known; sequences keep theirs."""
-        if self._records.get(record.key) is record:
-            self._remove(record)
+        """Forget the bytes of one page, where it is still known; sequences keep theirs."""
+        if self.is_known(record):
+            self._strip(record)
+            self._settle(record)
 
     def clear(self) -> int:
         """Forget everything; pages that sequences reference stay theirs. Returns how many records went."""
         count = len(self._records)
-        for record in tuple(self._records.values()):
-            self._remove(record)
+        for record in self._records.values():
+            self._strip(record)
+        self._records.clear()
         return count
 
     def _let_go_of_page(self, record: Record, group: int) -> None:
         page = record.pages[group]
-        record.pages[group] = 0
-        del self._by_page[group][page]
-        self._pools[group].drop(page)
+        if page:
+            record.pages[group] = 0
+            del self._by_page[group][page]
+            self._pools[group].drop(page)
 
     def _let_go_of_slot(self, record: Record, group: int) -> None:
         slot = record.slots[group]
-        record.slots[group] = 0
         if slot:
+            record.slots[group] = 0
             del self._by_slot[group][slot]
             self._hosts[group].drop(slot)
 
-    def _settle(self, record: Record) -> None:
-        """Remove a record that no match can use any more."""
-        there = [record.has(group) for group in self._needed]
-        if not (all(there) if self._is_whole else any(there)):
-            self._remove(record)
-
-    def _remove(self, record: Record) -> None:
+    def _strip(self, record: Record) -> None:
+        """Let go of all bytes of a record."""
         for group in range(len(self._pools)):
-            if record.pages[group]:
-                self._let_go_of_page(record, group)
+            self._let_go_of_page(record, group)
             self._let_go_of_slot(record, group)
-        del self._records[record.key]
+
+    def _has_bytes(self, record: Record) -> bool:
+        """Whether a match can use a record, where windows allow."""
+        there = [record.has(group) for group in self._needed]
+        return all(there) if self._is_whole else any(there)
+
+    def _settle(self, record: Record) -> None:
+        """Strip a record that no match can use, and remove it and those before it that nothing needs."""
+        if self._has_bytes(record):
+            return
+        self._strip(record)
+        link: Parent = record
+        while isinstance(link, Record) and not link.num_children and not self._has_bytes(link):
+            del self._records[link.key]
+            link = link.parent
+            if isinstance(link, Record):
+                link.num_children -= 1
 
     # ---- looking in ----
 
@@ -280,6 +325,13 @@ class PrefixIndex:
             assert pages == by_page, "pages and records disagree"
             slots = {record.slots[group]: record for record in self._records.values() if record.slots[group]}
             assert slots == by_slot, "slots and records disagree"
-        for record in self._records.values():
-            there = [record.has(group) for group in self._needed]
-            assert all(there) if self._is_whole else any(there), "a record that nothing can use"
+        children = Counter(id(record.parent) for record in self._records.values())
+        for key, record in self._records.items():
+            assert record.key == key and record.num_children == children[id(record)], (
+                "children are miscounted"
+            )
+            assert not isinstance(record.parent, Record) or self.is_known(record.parent), "a lost parent"
+            is_link = not any(record.has(group) for group in range(len(self._pools)))
+            assert self._has_bytes(record) or (is_link and record.num_children), "a record of no use"
+        if self._max_pages is not None and self._pools:
+            assert self._pools[self._needed[0]].num_kept <= self._max_pages, "more pages than the limit"

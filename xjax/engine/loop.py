@@ -260,22 +260,23 @@ class Engine:
             except Exception as error:  # noqa: BLE001  the sequence computes again
                 _log.error("pages could not be saved: %s", error, exc_info=error)
                 self._scheduler.swap.end_save(transfer.serial, ok=False)
+        is_lost = False
         try:
             self._state = self._mover.copy(self._state, moves)
-        except Exception as error:  # noqa: BLE001  the step that needs them fails
+        except Exception as error:  # noqa: BLE001  who was to have the copies begins anew
             _log.error("pages could not be copied: %s", error, exc_info=error)
-            return False
+            self._scheduler.swap.fail_copies()
+            is_lost = self._is_state_lost()
         for transfer in moves.loads:
-            is_there = True
+            is_there = not is_lost
             try:
-                self._state = self._mover.load(self._state, transfer)
+                if is_there:
+                    self._state = self._mover.load(self._state, transfer)
             except Exception as error:  # noqa: BLE001  the sequence waits as before
                 _log.error("pages could not be loaded: %s", error, exc_info=error)
-                is_there = False
+                is_there, is_lost = False, self._is_state_lost()
             self._scheduler.swap.end_load(transfer.serial, ok=is_there)
-            if not is_there and self._is_state_lost():
-                return False
-        return True
+        return not is_lost
 
     def _moves_failed(self, plan: Plan | None) -> None:
         self._collect_down_to(0)

@@ -34,7 +34,13 @@ class Roster:
         self.rows = RowTable(config)
         self.book = PageBook(config, self.rows)
         self.prefix = PrefixCache(config, self.book)
-        self.swap = SwapBook(config, self.book, on_lost=self._lose, on_unload=self._unload)
+        self.swap = SwapBook(
+            config,
+            self.book,
+            on_lost=self._lose,
+            on_unload=self._unload,
+            on_found=self.prefix.count_landed,
+        )
         self.line = WaitingLine()
         self.running: list[Sequence] = []
         self.groups: dict[str, SampleGroup] = {}
@@ -225,15 +231,22 @@ class Roster:
             group.drop(self.book)
             self._sharing.remove(group)
         for sequence in group.live:
-            if sequence is not leader and sequence.status is Status.RUNNING:
-                self.preempt(sequence)
+            if sequence is not leader:
+                self.start_over(sequence)
+
+    def start_over(self, sequence: Sequence) -> None:
+        """What a sequence has in pages is wrong: let it compute all of it again."""
+        if sequence.status is Status.RUNNING:
+            self.preempt(sequence)
+        elif sequence.cache.swapped is not None:
+            self._lose(sequence)
 
     def _copy_partial(self, group: SampleGroup, sequence: Sequence) -> None:
         """Copy the last, partial page of the prompt for a sample, which is about to write into it."""
         for page_group, source in enumerate(group.partial or ()):
             (target,) = self.book.take(page_group, 1)
             sequence.pages[page_group].append(target)
-            self.swap.copy(page_group, source, target)
+            self.swap.copy(sequence, page_group, source, target)
         sequence.num_computed = sequence.num_prompt - 1
 
     def _let_go(self, group: SampleGroup) -> None:

@@ -243,7 +243,7 @@ class Scheduler:
     def _publish_decodes(self, plan: Plan) -> None:
         """Tell the index of pages that a step's decodes have filled."""
         prefix = self._roster.prefix
-        prefix.confirm(plan.step_id)
+        prefix.end_step(plan.step_id, ok=True)
         computed = plan.positions + 1
         for row in np.flatnonzero(computed % self.config.page_size == 0).tolist():
             sequence, num_tokens = plan.sequences[row], int(computed[row])
@@ -253,10 +253,11 @@ class Scheduler:
     def fail(self, plan: Plan, message: str) -> list[TokenEvent]:
         """End the sequences of a step that could not be run."""
         events: list[TokenEvent] = []
-        self.prefix.take_back(plan.step_id)
-        for sequence in tuple(self._roster.running):  # may have started from what is taken back
+        self.prefix.end_step(plan.step_id, ok=False)
+        roster = self._roster
+        for sequence in (*roster.running, *roster.line):  # may have started from what is taken back
             if sequence.cache.matched_step > plan.step_id and sequence not in plan.sequences:
-                self._roster.preempt(sequence)
+                roster.start_over(sequence)
         samples: list[bool] = plan.samples.tolist()
         chunk_rows = {chunk.row for chunk in plan.chunks}
         for row, sequence in enumerate(plan.sequences):
@@ -270,7 +271,7 @@ class Scheduler:
 
     def cancel(self, plan: Plan) -> None:
         """Forget a step that is never read: its sequences have ended, or all are preempted with it."""
-        self.prefix.take_back(plan.step_id)
+        self.prefix.end_step(plan.step_id, ok=False)
         samples: list[bool] = plan.samples.tolist()
         for row, sequence in enumerate(plan.sequences):
             sequence.in_flight -= samples[row]

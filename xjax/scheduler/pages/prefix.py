@@ -5,7 +5,8 @@
     adopt     it starts from those pages
     publish   full pages it has computed are there for others
 
-A step that failed takes back what it published. Hits are counted when pages are adopted.
+A step that failed takes back what it published. Hits are counted when a sequence is first admitted and
+its pages are on the device; what it finds of its own when it comes back is none.
 """
 
 from collections.abc import Iterable
@@ -46,7 +47,8 @@ class PrefixCache:
             return NO_MATCH
         limit = (sequence.num_tokens - 1) // self._book.page_size
         self._extend(sequence, limit)
-        return self._index.match(sequence.cache.keys, sequence.cache.tokens, limit)
+        state = sequence.cache
+        return self._index.match(state.keys, state.tokens, limit, state.salt)
 
     def _extend(self, sequence: Sequence, count: int) -> None:
         """Make the keys of the first pages."""
@@ -115,7 +117,6 @@ class PrefixCache:
                   no page there yet
         """
         assert not sequence.num_computed and not any(sequence.pages)
-        self._count(sequence, match)
         num_pages, away = len(match.records), list[list[tuple[int, int]]]()
         for group, pages in enumerate(sequence.pages):
             start = self._index.first_page(group, num_pages) if num_pages else 0
@@ -126,21 +127,34 @@ class PrefixCache:
             away.append([(i, match.records[i].slots[group]) for i in absent])
         size, state = self._book.page_size, sequence.cache
         sequence.num_computed = num_pages * size
+        state.records = list(match.records)
         state.num_matched = state.num_published = num_pages
         state.matched_step = step_id if num_pages else -1
-        if state.num_cached is None:
-            state.num_cached = num_pages * size
-        self.counts["prefix_host_hit_tokens"] += max(map(len, away), default=0) * size
+        if not any(away):
+            self._count(sequence, match)
         self._promise(sequence)
         return away
 
+    def count_landed(self, sequence: Sequence, num_away: int) -> None:
+        """Count a hit of which so many pages were on the host and are on the device now."""
+        if sequence.cache.num_cached is None:
+            self._count_hit(sequence, num_away)
+
+    def _count_hit(self, sequence: Sequence, num_away: int) -> None:
+        num_tokens = sequence.cache.num_matched * self._book.page_size
+        sequence.cache.num_cached = num_tokens
+        self.counts["prefix_hits"] += 1
+        self.counts["prefix_hit_tokens"] += num_tokens
+        self.counts["prefix_host_hit_tokens"] += num_away * self._book.page_size
+
     def _count(self, sequence: Sequence, match: Match) -> None:
-        if not self._is_on:
+        if not self._is_on or sequence.cache.num_cached is not None:
             return
         if match.records:
-            self.counts["prefix_hits"] += 1
-            self.counts["prefix_hit_tokens"] += len(match.records) * self._book.page_size
-        elif sequence.num_tokens <= self._book.page_size:
+            self._count_hit(sequence, 0)
+            return
+        sequence.cache.num_cached = 0
+        if sequence.num_tokens <= self._book.page_size:
             self.counts["prefix_misses_short"] += 1
         elif match is NO_MATCH:
             reason = "state" if not self._can_match else "whole"
@@ -167,37 +181,52 @@ class PrefixCache:
         if not self._is_on or count <= state.num_published:
             return
         self._extend(sequence, count)
-        keys, made = state.keys, list[Record]()
-        for i in range(state.num_published, count):
-            parent = keys[i - 1] if i else None
-            pages = [pages[i] for pages in sequence.pages]
-            record = self._index.insert(keys[i], parent, state.tokens[i], pages)
-            if record is not None:
-                made.append(record)
-            if self._promised.get(keys[i]) is sequence:
-                del self._promised[keys[i]]
+        if self._promised:
+            for key in state.keys[state.num_published : count]:
+                if self._promised.get(key) is sequence:
+                    del self._promised[key]
         state.num_published = count
+        made = self._insert(sequence, count)
         if step_id is not None and made:
             self._recent.setdefault(step_id, []).extend(made)
 
-    def confirm(self, step_id: int) -> None:
-        """A step has run: what it published stays."""
-        self._recent.pop(step_id, None)
+    def _insert(self, sequence: Sequence, count: int) -> list[Record]:
+        """Record the first pages as far as they can be; all again where one before has been forgotten.
 
-    def take_back(self, step_id: int) -> None:
-        """A step has failed or was never run: nobody may find what it published."""
-        for record in self._recent.pop(step_id, ()):
-            self._index.forget(record)
+        returns   those that name pages of this sequence
+        """
+        state, made = sequence.cache, list[Record]()
+        records = state.records
+        if records and not self._index.is_known(records[-1]):
+            records.clear()
+        parent = records[-1] if records else state.salt
+        for i in range(len(records), count):
+            pages = [pages[i] for pages in sequence.pages]
+            record = self._index.insert(state.keys[i], parent, state.tokens[i], pages)
+            if record is None:
+                break
+            records.append(record)
+            parent = record
+            if any(page and page == own for page, own in zip(record.pages, pages, strict=True)):
+                made.append(record)
+        return made
+
+    def end_step(self, step_id: int, *, ok: bool) -> None:
+        """A step has run, or failed or never ran: then nobody may find what it published."""
+        if ok:
+            self._recent.pop(step_id, None)
+            return
+        for step in [step for step in self._recent if step >= step_id]:  # later ones went on from it
+            for record in self._recent.pop(step):
+                self._index.forget(record)
 
     def forget_own(self, sequence: Sequence) -> None:
-        """Let go of what a sequence added, whose numbers turned out to be none."""
-        state = sequence.cache
-        for i in range(state.num_matched, min(state.num_published, len(state.keys))):
-            record = self._index.find(state.keys[i], state.tokens[i], state.keys[i - 1] if i else None)
-            if record is not None and any(
-                page and page == pages[i] for page, pages in zip(record.pages, sequence.pages, strict=True)
-            ):
-                self._index.forget(record)
+        """Let go of all pages of a sequence whose numbers turned out to be none, found ones too.
+
+        Whose fault it was is not known, and what is wrong must not be found for ever.
+        """
+        for record in sequence.cache.records:
+            self._index.forget(record)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence stops running: nobody need wait for what it was to compute."""
@@ -211,6 +240,7 @@ class PrefixCache:
     def restart(self, sequence: Sequence) -> None:
         """A sequence has lost its pages and will begin anew."""
         state = sequence.cache
+        state.records = []
         state.num_matched = state.num_published = 0
         state.matched_step = -1
 

@@ -16,6 +16,8 @@ from xjax.scheduler.pages.book import PageBook
 from xjax.scheduler.pages.moves import Moves, Transfer, ids
 from xjax.scheduler.sequence import Sequence, Status, SwappedPages
 
+_MAX_FAILED = 3  # loads of a sequence's own pages, before it computes them again
+
 Pairs = list[tuple[int, int]]  # (page index in the sequence, host slot)
 
 
@@ -29,11 +31,25 @@ class _Save:
 
 @dataclass
 class _Load:
-    """Slots that are being read; `swapped` where they are the sequence's own, to fall back to."""
+    """Slots that are being read, and the pages that they go to.
+
+    swapped   what to fall back to, where the slots are the sequence's own
+    """
 
     sequence: Sequence
     away: list[Pairs]
+    pages: list[list[int]]
     swapped: SwappedPages | None
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A page that a sequence needs a copy of."""
+
+    sequence: Sequence
+    group: int
+    source: int
+    target: int
 
 
 class SwapBook:
@@ -41,6 +57,7 @@ class SwapBook:
 
     on_lost     called with a sequence whose pages on the host are gone: it must compute again
     on_unload   called with a running sequence whose load failed: it must go back to the line
+    on_found    called with a sequence and how many pages of its prefix came from the host
     """
 
     def __init__(
@@ -50,8 +67,9 @@ class SwapBook:
         *,
         on_lost: Callable[[Sequence], None],
         on_unload: Callable[[Sequence], None],
+        on_found: Callable[[Sequence, int], None],
     ) -> None:
-        self._book, self._on_lost, self._on_unload = book, on_lost, on_unload
+        self._book, self._on_lost, self._on_unload, self._on_found = book, on_lost, on_unload, on_found
         # Recurrent state would have to go along; it comes with the families that have some.
         self._can_swap = not config.has_recurrent
         self._retains = config.prefix_cache
@@ -60,7 +78,8 @@ class SwapBook:
         self._serial = 0
         self._planned_saves: list[Transfer] = []
         self._planned_loads: list[Transfer] = []
-        self._copies: list[tuple[int, int, int]] = []  # group, source, target
+        self._copies: list[_Copy] = []
+        self._copied: list[Sequence] = []  # by the moves taken last
         self._loading: list[Sequence] = []
         self.counts: dict[str, int] = dict.fromkeys(
             ("swap_out_sequences", "swap_out_pages", "swap_in_sequences", "swap_in_pages", "swap_failures",
@@ -187,7 +206,7 @@ class SwapBook:
             for (i, _), page in zip(part, pages[group], strict=True):
                 sequence.pages[group][i] = page
         serial = self._next_serial()
-        self._loads[serial] = _Load(sequence, away, swapped)
+        self._loads[serial] = _Load(sequence, away, pages, swapped)
         slots = tuple(ids([slot for _, slot in part]) for part in away)
         self._planned_loads.append(Transfer(serial, tuple(map(ids, pages)), slots))
         sequence.cache.is_loading = True
@@ -205,26 +224,41 @@ class SwapBook:
         sequence = load.sequence
         if ok:
             self._promote(load)
+            if load.swapped is None:
+                self._on_found(sequence, max(map(len, load.away)))
         for group, part in enumerate(load.away):
             self._book.hosts[group].end_load(slot for _, slot in part)
-        if not ok:
-            self.counts["swap_failures"] += 1
-        if not ok and sequence.status is Status.RUNNING and sequence.cache.is_loading:
-            self._undo(sequence, load.swapped)
-        elif load.swapped is not None:
-            self._release_slots(load.swapped)
+        if ok:
+            if load.swapped is not None:
+                self._release_slots(load.swapped)
+            return
+        self.counts["swap_failures"] += 1
+        if load.swapped is None:  # a prefix that cannot be had is a miss, and not tried for ever
+            for group, part in enumerate(load.away):
+                self._book.index.forget_slots(group, [slot for _, slot in part])
+        self._fail_load(sequence, load.swapped)
+
+    def _fail_load(self, sequence: Sequence, swapped: SwappedPages | None) -> None:
+        """Take a sequence back to before its load; to its very start where that has failed often."""
+        if sequence.status is not Status.RUNNING or not sequence.cache.is_loading:
+            if swapped is not None:
+                self._release_slots(swapped)
+            return
+        self._undo(sequence, swapped)
+        if swapped is not None:
+            sequence.cache.num_failed += 1
+            if sequence.cache.num_failed >= _MAX_FAILED:
+                self._on_lost(sequence)
 
     def _promote(self, load: _Load) -> None:
         """Let records name the pages that their bytes were copied to."""
-        sequence, index = load.sequence, self._book.index
-        keys, tokens = sequence.cache.keys, sequence.cache.tokens
-        for group, part in enumerate(load.away):
-            for i, slot in part:
-                if i >= len(keys) or i >= len(sequence.pages[group]) or not sequence.pages[group][i]:
-                    continue
-                record = index.find(keys[i], tokens[i], keys[i - 1] if i else None)
-                if record is not None and record.slots[group] == slot:
-                    index.promote(record, group, sequence.pages[group][i])
+        index, records = self._book.index, load.sequence.cache.records
+        for group, (part, pages) in enumerate(zip(load.away, load.pages, strict=True)):
+            held = load.sequence.pages[group]
+            for (i, slot), page in zip(part, pages, strict=True):
+                is_there = i < len(records) and i < len(held) and held[i] == page
+                if is_there and records[i].slots[group] == slot:
+                    index.promote(records[i], group, page)
 
     def _undo(self, sequence: Sequence, swapped: SwappedPages | None) -> None:
         """Put a sequence back to where it was before its load."""
@@ -237,9 +271,16 @@ class SwapBook:
 
     # ---- on the device ----
 
-    def copy(self, group: int, source: int, target: int) -> None:
-        """Plan to copy a page before the next step."""
-        self._copies.append((group, source, target))
+    def copy(self, sequence: Sequence, group: int, source: int, target: int) -> None:
+        """Plan to copy a page for a sequence before the next step."""
+        self._copies.append(_Copy(sequence, group, source, target))
+
+    def fail_copies(self) -> None:
+        """The mover could not make the copies that it took last: who was to have one begins anew."""
+        for sequence in self._copied:
+            if sequence.status is Status.RUNNING:
+                self._on_unload(sequence)
+        self._copied = []
 
     # ---- either way ----
 
@@ -251,10 +292,7 @@ class SwapBook:
 
     def revoke(self, sequence: Sequence) -> bool:
         """Undo what was planned for a sequence since the last step; False where nothing was."""
-        targets = [set(pages) for pages in sequence.pages]
-        kept = [
-            (group, source, target) for group, source, target in self._copies if target not in targets[group]
-        ]
+        kept = [copy for copy in self._copies if copy.sequence is not sequence]
         was_copied, self._copies = len(kept) < len(self._copies), kept
         for transfer in self._planned_loads:
             load = self._loads[transfer.serial]
@@ -275,13 +313,14 @@ class SwapBook:
         moves = Moves(
             tuple(self._planned_saves),
             tuple(self._planned_loads),
-            tuple(ids([source for g, source, _ in self._copies if g == group]) for group in groups),
-            tuple(ids([target for g, _, target in self._copies if g == group]) for group in groups),
+            tuple(ids([copy.source for copy in self._copies if copy.group == group]) for group in groups),
+            tuple(ids([copy.target for copy in self._copies if copy.group == group]) for group in groups),
         )
         own = [load for load in moves.loads if self._loads[load.serial].swapped is not None]
         self.counts["swap_in_sequences"] += len(own)
         self.counts["swap_in_pages"] += sum(load.num_pages for load in moves.loads)
         self.counts["page_copies"] += moves.num_copies
+        self._copied = list(dict.fromkeys(copy.sequence for copy in self._copies))
         self._planned_saves, self._planned_loads, self._copies = [], [], []
         return moves
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from xjax.cache.index import Record
 from xjax.request import FinishReason, Request, TokenLogprobs
 from xjax.scheduler.sequence.penalties import Penalties
 
@@ -60,24 +61,28 @@ class CacheProgress:
 
     keys, tokens    of its full pages, as far as they are made
     salt            of its keys
+    records         of its leading pages that the index has or had; each follows the one before
     num_matched     leading pages that it found computed when it was last admitted
     num_published   leading pages that the index was told of
     matched_step    number of the plan that admitted it so; -1: nothing matched
-    num_cached      tokens found when it was first admitted; None before
+    num_cached      tokens found when it was first admitted and there to be used; None before
     awaited         key of a page that another sequence is computing
     swapped         its pages on the host while it waits, where it has some
+    num_failed      times that its pages on the host could not be brought back
     is_loading      its pages are on their way back; it has a row and computes from the next plan on
     """
 
     salt: bytes = b""
     keys: list[bytes] = field(default_factory=list[bytes])
     tokens: list[bytes] = field(default_factory=list[bytes])
+    records: list[Record] = field(default_factory=list[Record])
     num_matched: int = 0
     num_published: int = 0
     matched_step: int = -1
     num_cached: int | None = None
     awaited: bytes | None = None
     swapped: SwappedPages | None = None
+    num_failed: int = 0
     is_loading: bool = False
 
 
