@@ -2,11 +2,13 @@
 
 The engine, a remote replica and the fake of the tests implement it. Calls may come from any
 thread and return at once; events are delivered on the backend's own thread, in order for each
-sample, and the receiver must not block it.
+sample, and the receiver must not block it. `cache_stats` puts the counters of kept and moved pages into
+the form that users see, in Python and over HTTP.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from xjax.request import Request, TokenEvent
 
@@ -43,3 +45,72 @@ class Backend(Protocol):
     def failure(self) -> str | None:
         """Why nothing is served any more, in one line; None while requests are taken."""
         ...
+
+    def clear_cache(self) -> "Future[int]":
+        """Forget every kept prefix; what is submitted afterwards finds none of them.
+
+        Running requests keep their pages. The result is how many pages of tokens were forgotten;
+        EngineError where the engine has stopped.
+        """
+        ...
+
+
+MISS_REASONS = ("unknown", "short", "window", "whole", "state")
+
+
+def cache_stats(stats: Mapping[str, float]) -> dict[str, Any]:
+    """What `Backend.stats` says of the prefix cache and of swapping; counts since the start, or of now.
+
+    hits, hit_tokens     prompts, and preempted sequences, that began from kept pages; tokens in those
+    host_hit_tokens      of these, tokens whose pages came from the host
+    misses               those that found nothing, by reason: "unknown": no such tokens are kept;
+                         "short": less than a page; "window": pages matched, but those inside a window are
+                         gone; "whole": every token was to be computed, for log-probabilities or a vector;
+                         "state": recurrent state is not kept
+    waits                times that one waited for pages that another was computing
+    stored, evicted      pages of tokens that were recorded; device pages let go to make room
+    copies               pages copied on the device, to be written by one sample
+    forwarded_tokens     tokens that went through the model, repetitions included
+    records, cached_tokens   pages of tokens that can be found now, and tokens in them
+    pages                by group, now: used by sequences, idle (kept, used by none), kept, total
+    host_slots           by group, now: pages in host memory used or kept, total
+    swap                 "out", "in": sequences, pages, bytes, seconds; retained_pages: stayed on the device
+                         while their sequence was swapped; failures: moves that failed and were made up for;
+                         waiting: sequences that are swapped now
+    """
+
+    def count(name: str) -> int:
+        return int(stats.get(name, 0))
+
+    def direction(name: str) -> dict[str, float]:
+        counts: dict[str, float] = {
+            unit: count(f"swap_{name}_{unit}") for unit in ("sequences", "pages", "bytes")
+        }
+        return {**counts, "seconds": float(stats.get(f"swap_{name}_seconds", 0.0))}
+
+    def groups(prefix: str, names: tuple[str, ...]) -> list[dict[str, int]]:
+        number = sum(name.startswith(f"{prefix}_total_") for name in stats)
+        return [{name: count(f"{prefix}_{name}_{group}") for name in names} for group in range(number)]
+
+    return {
+        "hits": count("prefix_hits"),
+        "hit_tokens": count("prefix_hit_tokens"),
+        "host_hit_tokens": count("prefix_host_hit_tokens"),
+        "misses": {reason: count(f"prefix_misses_{reason}") for reason in MISS_REASONS},
+        "waits": count("prefix_waits"),
+        "stored": count("prefix_stored"),
+        "evicted": count("prefix_evicted"),
+        "copies": count("page_copies"),
+        "forwarded_tokens": count("prefill_tokens") + count("decode_tokens"),
+        "records": count("prefix_records"),
+        "cached_tokens": count("prefix_cached_tokens"),
+        "pages": groups("pages", ("used", "idle", "cached", "total")),
+        "host_slots": groups("host_slots", ("used", "total")),
+        "swap": {
+            "out": direction("out"),
+            "in": direction("in"),
+            "retained_pages": count("retained_pages"),
+            "failures": count("swap_failures"),
+            "waiting": count("swapped"),
+        },
+    }

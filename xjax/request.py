@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_SAMPLES = 128
 MAX_SEED = 2**64 - 1
+MAX_SALT = 256  # bytes
 POOLINGS = ("last", "mean")
 
 
@@ -214,10 +215,12 @@ class Request:
 
     `sampling.seed` is set and `sampling.max_tokens` may be None. `eos_ids` are the ids that
     end a sample unless `ignore_eos`. `priority`: larger runs first. `arrival` in seconds
-    of the front's monotonic clock. `max_queue_time` in seconds, None for no limit.
+    of the front's monotonic clock. `max_queue_time` in seconds, None for no limit. `cache_salt`: pages are
+    shared with requests of the same salt alone.
     `pooling`: "last" or "mean" asks for the hidden states of the prompt, pooled into one vector, and
     for no token; every token of such a prompt is computed, so it never starts from kept pages.
-    Raises RequestError for a pooling that is neither or that is asked for with what tokens have.
+    Raises RequestError for a salt of more than MAX_SALT bytes, and for a pooling that is neither or that is
+    asked for with what tokens have.
     """
 
     request_id: str
@@ -231,6 +234,11 @@ class Request:
     pooling: str | None = None
 
     def __post_init__(self) -> None:
+        _require(
+            isinstance(self.cache_salt, bytes) and len(self.cache_salt) <= MAX_SALT,
+            "cache_salt",
+            f"must be at most {MAX_SALT} bytes",
+        )
         if self.pooling is None:
             return
         _require(

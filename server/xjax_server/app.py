@@ -36,16 +36,18 @@ def build_app(
     *,
     api_keys: Sequence[str] = (),
     cors: Sequence[str] = (),
+    shares_cache: bool = False,
 ) -> ASGIApp:
     """Put the layers around the routes.
 
-    routes     the API's, e.g. `xjax_server.openai.routes(service)`; those of admin.py are added
-    api_keys   any of them is asked for; none: everybody may ask
-    cors       origins whose pages may ask, "*" for all
+    routes         the API's, e.g. `xjax_server.openai.routes(service)`; those of admin.py are added
+    api_keys       any of them is asked for; none: everybody may ask
+    cors           origins whose pages may ask, "*" for all
+    shares_cache   requests with different keys may start from each other's kept pages
     """
     app: ASGIApp = Router([*routes, *admin.routes(service)], redirect_slashes=False, default=_no_route)
     if api_keys:
-        app = Authorized(app, api_keys)
+        app = Authorized(app, api_keys, shares_cache=shares_cache)
     app = Application(app, service)
     if cors:
         app = CORSMiddleware(

@@ -19,6 +19,7 @@ Headers = list[tuple[bytes, bytes]]
 # Codes of a RequestError that are not a plain 400.
 _STATUS_BY_CODE = {
     "invalid_api_key": 401,
+    "not_local": 403,
     "model_not_found": 404,
     "not_found": 404,
     "method_not_allowed": 405,

@@ -8,6 +8,7 @@ is bounded by max_tokens. It knows no wire format.
 """
 
 import asyncio
+import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,16 +21,30 @@ from xjax_server.errors import Unavailable
 from xjax_server.serving import ServedModel, Service
 
 Item = tuple[int, Delta]  # (prompt index, delta)
+_TENANT_TAG = b"xjax tenant 1\0"
 _TURN = 0.002  # seconds that the prompts of one request may hold the loop
 _OUTCOMES = ("error", "abort", "length", "stop")  # of several samples the worst counts
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids and how to continue them: one engine request. A seed of None is drawn by `start`."""
+    """Token ids and how to continue them: one engine request. A seed of None is drawn by `start`.
+
+    cache_salt   kept pages are shared with prompts of the same tenant and salt alone
+    """
 
     ids: tuple[int, ...]
     sampling: SamplingParams
+    cache_salt: str | None = None
+
+
+def salt_of(tenant: bytes, salt: str | None) -> bytes:
+    """What keeps a request's pages apart: equal for equal tenants and salts, and for no others.
+
+    tenant   digest of fixed length, or b"" for none, in which case the salt stands alone
+    """
+    given = b"" if salt is None else salt.encode()
+    return hashlib.sha256(_TENANT_TAG + tenant + given).digest() if tenant else given
 
 
 class _Sink:
@@ -52,11 +67,11 @@ class _Sink:
 class Generation:
     """All samples of all prompts of one HTTP request. Made by `start`; `close` it in a `finally`."""
 
-    def __init__(self, service: Service, model: ServedModel, arrival: float) -> None:
+    def __init__(self, service: Service, model: ServedModel, arrival: float, tenant: bytes) -> None:
         self.is_done = False  # every sample of every prompt has ended and was handed out
         self.is_closed = False
         self._service, self._model = service, model
-        self._arrival = arrival
+        self._arrival, self._tenant = arrival, tenant
         limit = service.limits.request_timeout
         self._deadline = None if limit is None else arrival + limit
         self._request_ids: list[str] = []
@@ -78,14 +93,16 @@ class Generation:
         request_id: str,
         arrival: float | None = None,
         priority: int = 0,
+        tenant: bytes = b"",
     ) -> "Generation":
         """Submit every prompt, or none and raise.
 
         arrival   time.monotonic() when the request came; default: now
+        tenant    whose request it is, where clients share no pages; b"" where they do
         Raises RequestError for what can never run (400), CapacityError for a full queue (429),
         Unavailable while nothing is served (503).
         """
-        generation = cls(service, service.model, time.monotonic() if arrival is None else arrival)
+        generation = cls(service, service.model, time.monotonic() if arrival is None else arrival, tenant)
         try:
             turn = time.monotonic()
             for index, prompt in enumerate(prompts):
@@ -197,6 +214,7 @@ class Generation:
             priority=priority,
             arrival=self._arrival,
             max_queue_time=limits.request_timeout if limits.queue_timeout is None else limits.queue_timeout,
+            cache_salt=salt_of(self._tenant, prompt.cache_salt),
         )
         model.backend.submit(request, _Sink(self, index, request, model))
         self._request_ids.append(request_id)

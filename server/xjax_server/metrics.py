@@ -20,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import xjax
+from xjax.backend import MISS_REASONS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -31,6 +32,8 @@ _GAUGES = {
     "waiting": ("waiting_sequences", "Sequences that wait for their first or next step."),
     "swapped": ("swapped_sequences", "Sequences whose pages were moved off the device."),
     "queued_requests": ("queued_requests", "Requests of which nothing has run."),
+    "prefix_records": ("prefix_cache_records", "Pages of tokens that a prompt can be found in."),
+    "prefix_cached_tokens": ("prefix_cache_tokens", "Tokens in these."),
 }
 _COUNTERS = {
     "engine_steps": ("engine_steps", "Steps of the engine."),
@@ -40,10 +43,38 @@ _COUNTERS = {
     "prefill_tokens": ("engine_prefill_tokens", "Prompt tokens computed, repetitions included."),
     "decode_tokens": ("engine_decode_tokens", "Tokens computed one at a time."),
     "compiles_after_warmup": ("compiles_after_warmup", "Programs compiled when all should have been ready."),
+    "prefix_hits": ("prefix_cache_hits", "Prompts, and preempted sequences, that began from kept pages."),
+    "prefix_hit_tokens": ("prefix_cache_hit_tokens", "Tokens that these did not compute."),
+    "prefix_host_hit_tokens": (
+        "prefix_cache_host_hit_tokens",
+        "Of these, tokens that lay on the host.",
+    ),
+    "prefix_waits": ("prefix_cache_waits", "Times that a sequence waited for pages that another computed."),
+    "prefix_stored": ("prefix_cache_stored", "Pages of tokens recorded."),
+    "prefix_evicted": ("prefix_cache_evicted", "Kept pages let go to make room."),
+    "page_copies": ("page_copies", "Pages copied on the device, to be written by one sample."),
+    "retained_pages": (
+        "swap_retained_pages",
+        "Pages that stayed on the device of swapped sequences.",
+    ),
+    "swap_failures": ("swap_failures", "Moves of pages that failed and were made up for."),
 }
+# The same with a label: name here -> (help, label, name in `Backend.stats` with the label's value left out).
+_LABELLED = {
+    "prefix_cache_misses": ("Prompts that found no kept page, by reason.", "reason", "prefix_misses_{}"),
+    "swap_sequences": ("Sequences swapped.", "direction", "swap_{}_sequences"),
+    "swap_pages": ("Pages moved to the host (out) and back (in).", "direction", "swap_{}_pages"),
+    "swap_bytes": ("Bytes of these pages.", "direction", "swap_{}_bytes"),
+    "swap_seconds": ("Time that the host spent on moving them.", "direction", "swap_{}_seconds"),
+}
+_LABELS = {"reason": MISS_REASONS, "direction": ("out", "in")}
 _PAGES = {
     "pages_used_": ("pages_used", "Pages that sequences hold, by group."),
+    "pages_idle_": ("pages_idle", "Pages that are kept and that no sequence holds, by group."),
+    "pages_cached_": ("pages_cached", "Pages that are kept, by group."),
     "pages_total_": ("pages_capacity", "Pages there are, by group."),
+    "host_slots_used_": ("host_slots_used", "Pages in host memory, by group."),
+    "host_slots_total_": ("host_slots_capacity", "Pages that host memory has room for, by group."),
 }
 _ENGINE_TIMES = {
     "step_seconds": "Time from one step's result to the next.",
@@ -157,6 +188,16 @@ def engine_families(stats: Mapping[str, float]) -> Iterator[Metric]:
     for key, (name, text) in _COUNTERS.items():
         if key in stats:
             yield CounterMetricFamily(f"xjax_{name}", text, stats[key])
+    if "prefill_tokens" in stats and "decode_tokens" in stats:
+        count = stats["prefill_tokens"] + stats["decode_tokens"]
+        yield CounterMetricFamily("xjax_forwarded_tokens", "Tokens that went through the model.", count)
+    for name, (text, label, key) in _LABELLED.items():
+        found = {value: key.format(value) for value in _LABELS[label] if key.format(value) in stats}
+        counts = CounterMetricFamily(f"xjax_{name}", text, labels=[label])
+        for value, source in found.items():
+            counts.add_metric([value], stats[source])
+        if found:
+            yield counts
     for prefix, (name, text) in _PAGES.items():
         family = GaugeMetricFamily(f"xjax_{name}", text, labels=["group"])
         for key in sorted(key for key in stats if key.startswith(prefix)):

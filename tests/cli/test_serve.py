@@ -62,7 +62,7 @@ def started(monkeypatch):
 def test_defaults(started):
     assert main(["serve"]) == 0
     assert started.place == ("127.0.0.1", 8000, None)
-    assert started.access == {"api_keys": [], "cors": []}
+    assert started.access == {"api_keys": [], "cors": [], "shares_cache": False}
     assert started.options["max_queue"] == MAX_QUEUE
     assert started.options["max_num_seqs"] == 32
     assert started.options["compile_cache"] == "auto"
@@ -124,6 +124,11 @@ def test_names(started, tmp_path, monkeypatch):
     assert started.model.names == ("small-q4", str(file))
     assert main(["serve", str(tmp_path)]) == 0
     assert started.model.names == (Path(tmp_path).name, str(tmp_path))
+
+
+def test_keys_may_share_the_cache(started):
+    assert main(["serve", "--api-key", "a", "--api-key", "b", "--share-prefix-cache"]) == 0
+    assert started.access["shares_cache"] is True
 
 
 def test_limits_and_engine_flags(started):

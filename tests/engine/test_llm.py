@@ -18,6 +18,7 @@ from xjax import LLM, EngineError, LoadError, Request, RequestError, SamplingPar
 from xjax.engine import outputs
 from xjax.engine.build import set_threads
 from xjax.engine.pack import largest_shapes, shapes_of
+from xjax.engine.transfer import Mover
 
 pytestmark = pytest.mark.device
 
@@ -468,9 +469,123 @@ def test_wait_ready_compiles_what_a_server_needs_and_then_counts_compiles(folder
         llm.generate(["one", "two"], GREEDY.replace(logprobs=2))
         llm.generate("three", GREEDY)
         before = llm.stats()["compiles_after_warmup"]
+        assert before == 0
         jax.jit(lambda x: x * 3 + 1)(np.ones(3, np.float32)).block_until_ready()
         assert llm.stats()["compiles_after_warmup"] == before + 1
-        assert before <= 1  # the mask of the full steps goes to the device once
+
+
+def wait_until_warm(llm):
+    for _ in range(600):
+        if llm.engine.metrics.compiles is not None:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the warm-up did not end")
+
+
+def test_what_a_server_runs_compiles_nothing_with_samples_and_swaps(folder):
+    """Copies of pages for n > 1 and pages on their way to the host and back have programs of their own."""
+    options = {**OPTIONS, "num_pages": 40, "preemption_mode": "swap", "cpu_mem_fold": 2.0}
+    with LLM(folder, **options) as llm:
+        llm.wait_ready()
+        ready = set(llm.engine._mover._programs)
+        assert ready >= {(kind, 0, 1) for kind in ("copy", "gather", "scatter")}
+        wait_until_warm(llm)
+        assert len(llm.engine._mover._programs) == 12
+        llm.generate("twenty characters ..", GREEDY.replace(n=4))
+        params = [GREEDY.replace(n=1 + i % 3, max_tokens=90, logprobs=i % 2 or None) for i in range(8)]
+        results = llm.generate([f"{i} of eight " * 4 for i in range(8)], params)
+        assert [len(result.outputs) for result in results] == [1, 2, 3, 1, 2, 3, 1, 2]
+        seen = llm.cache_stats()
+        assert seen["swap"]["out"]["sequences"] > 2 and seen["swap"]["in"]["pages"] > 20
+        assert seen["copies"] >= 3
+        assert llm.stats()["compiles_after_warmup"] == 0
+
+
+def test_closing_while_moves_are_compiled_is_clean(folder, monkeypatch):
+    begun, gate, made = threading.Event(), threading.Event(), []
+    make = Mover._made
+
+    def slow(self, kind, group, count):
+        if count > 1:
+            begun.set()
+            assert gate.wait(20)
+        made.append(count)
+        return make(self, kind, group, count)
+
+    monkeypatch.setattr(Mover, "_made", slow)
+    llm = LLM(folder, **OPTIONS)
+    llm.wait_ready()
+    assert begun.wait(20)
+    began = time.monotonic()
+    llm.close()
+    assert time.monotonic() - began < 15
+    gate.set()
+    threads = [thread for thread in threading.enumerate() if thread.name == "xjax-compile-moves"]
+    for thread in threads:
+        thread.join(60)
+    assert made == [1, 4] and llm.engine.metrics.compiles is None
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_process_that_ends_while_moves_are_compiled(folder):
+    code = (
+        f"from xjax import LLM; llm = LLM({str(folder)!r}, **{OPTIONS!r}); llm.wait_ready(); print('ready')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "ready", "")
+
+
+def test_what_the_cache_did_and_holds(folder):
+    with LLM(folder, **OPTIONS) as llm:
+        text = "the same beginning of all of them, "
+        assert llm.cache_stats()["records"] == 0
+        first = llm.generate(text + "one", GREEDY)[0]
+        second = llm.generate(text + "two", GREEDY.replace(n=3))[0]
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, len(text) // 8 * 8)
+        chunk = list(llm.stream(text + "six", GREEDY.replace(n=2)))[-1]
+        assert chunk.num_cached_tokens == second.num_cached_tokens
+        seen = llm.cache_stats()
+        assert (seen["hits"], seen["hit_tokens"]) == (2, 2 * second.num_cached_tokens)
+        assert seen["misses"]["unknown"] == 1 and seen["misses"]["short"] == 0
+        assert seen["cached_tokens"] == 8 * seen["records"] > 80
+        assert seen["pages"] == [
+            {"used": 0, "idle": seen["records"], "cached": seen["records"], "total": OPTIONS["num_pages"] - 1}
+        ]
+        assert seen["host_slots"] == [{"used": 0, "total": 0}]
+        assert seen["stored"] == seen["records"] + seen["evicted"]
+        assert llm.clear_cache() == seen["records"]
+        assert llm.cache_stats()["records"] == 0 and llm.clear_cache() == 0
+        assert llm.generate(text + "two", GREEDY)[0].num_cached_tokens == 0
+        llm.generate("x", GREEDY.replace(max_tokens=1))
+        assert llm.cache_stats()["misses"]["short"] == 1
+    with pytest.raises(EngineError, match="closed"):
+        llm.clear_cache()
+
+
+def test_who_clears_the_cache_of_an_engine_that_dies_hears_of_it(folder, monkeypatch, caplog):
+    with LLM(folder, **OPTIONS) as llm:
+        gate = threading.Event()
+
+        def die():
+            gate.wait(20)
+            raise ZeroDivisionError("made up")
+
+        llm.engine._command(die)
+        waiting = [llm.engine.clear_cache() for _ in range(3)]
+        waiting[0].cancel()
+        gate.set()
+        for future in waiting[1:]:
+            with pytest.raises(EngineError, match="made up"):
+                future.result(20)
+        with pytest.raises(EngineError, match="made up"):
+            llm.clear_cache()
+
+
+def test_nobody_may_wait_for_the_cache_on_the_output_thread(llm, caplog):
+    with pytest.raises(RequestError, match="own thread"):
+        llm.generate("abc", GREEDY, on_result=lambda i, result: llm.clear_cache())
 
 
 def test_steps_are_counted_by_their_time(llm):

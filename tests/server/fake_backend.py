@@ -6,6 +6,7 @@ With a seed of 13 tokens come in reverse order. Pages: one for each sequence tha
 
 import threading
 import time
+from concurrent.futures import Future
 
 from tests.text.small import from_gguf, gguf_bytes
 from xjax.errors import CapacityError, EngineError, RequestError
@@ -48,7 +49,8 @@ class FakeBackend:
         self.is_held = False
         self.requests = []  # every request that was accepted
         self.aborted, self.finished = [], []
-        self.aborts = self.steps = 0
+        self.aborts = self.steps = self.clears = 0
+        self.cached = {}  # num_cached_tokens by sample id, 0 where there is none
         self._sinks, self._live = {}, {}
         self._wake = threading.Condition()
         self._failure = None
@@ -104,6 +106,11 @@ class FakeBackend:
                 "waiting": len(self._live) - running,
                 "swapped": 0,
                 "queued_requests": 0,
+                "prefix_hits": 5,
+                "prefix_misses_short": 2,
+                "swap_out_seconds": 0.25,
+                "pages_idle_0": 3,
+                "host_slots_total_0": 0,
                 "pages_used_0": len(self._live),
                 "pages_total_0": 1000,
                 "engine_steps": self.steps,
@@ -117,6 +124,15 @@ class FakeBackend:
 
     def failure(self):
         return self._failure
+
+    def clear_cache(self):
+        done = Future()
+        if self._failure is not None:
+            done.set_exception(EngineError(f"the engine has stopped: {self._failure}"))
+        else:
+            self.clears += 1
+            done.set_result(7)
+        return done
 
     # ---- for tests ----
 
@@ -191,7 +207,10 @@ class FakeBackend:
                 TokenLogprobs(-0.5, 1, ((token, -0.5), (1, -1.5))[: request.sampling.logprobs]),
             )
         if number == 1:
-            more |= {"num_cached_tokens": 0, "queue_seconds": now - request.arrival}
+            more |= {
+                "num_cached_tokens": self.cached.get(s.sample_id, 0),
+                "queue_seconds": now - request.arrival,
+            }
             if request.sampling.prompt_logprobs is not None:
                 rest = tuple(TokenLogprobs(-0.25, 1) for _ in request.prompt_ids[1:])
                 more["prompt_logprobs"] = (None, *rest)

@@ -41,6 +41,8 @@ class RunningServer:
         seed=0,
         drain_timeout=5.0,
         send_buffer=None,
+        host="127.0.0.1",
+        shares_cache=False,
         **limits,
     ):
         self.backend, self.routes = backend, routes
@@ -50,9 +52,9 @@ class RunningServer:
         self.model = served(backend, names=names, front=front, defaults=defaults, seed=seed)
         self.service = None
         self.load_error = None  # raised in place of the model, once `loaded` is set
-        self._make = partial(build_app, api_keys=api_keys, cors=cors)
+        self._make = partial(build_app, api_keys=api_keys, cors=cors, shares_cache=shares_cache)
         self._ready = threading.Event()
-        self._listener = listen("127.0.0.1", 0)
+        self._listener = listen(host, 0)
         if send_buffer is not None:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = self._listener.getsockname()[1]

@@ -1,5 +1,6 @@
 """What Prometheus reads, beside its own client as reference."""
 
+import json
 import random
 
 import pytest
@@ -7,6 +8,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Reference
 from prometheus_client.parser import text_string_to_metric_families
 
+from xjax.backend import cache_stats
+from xjax.config import SchedulerConfig, StepShapes
+from xjax.scheduler import Scheduler
 from xjax_server.metrics import Histogram, ServerMetrics
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)
@@ -27,6 +31,27 @@ STATS = {
     "host_seconds_sum": 0.5,
     "host_seconds_count": 9,
     "host_seconds_le_0.01": 9,
+    "prefix_hits": 11,
+    "prefix_hit_tokens": 176,
+    "prefix_misses_unknown": 12,
+    "prefix_misses_window": 0,
+    "prefix_stored": 13,
+    "prefix_evicted": 14,
+    "prefix_records": 15,
+    "prefix_cached_tokens": 240,
+    "page_copies": 16,
+    "prefill_tokens": 100,
+    "decode_tokens": 20,
+    "swap_out_sequences": 3,
+    "swap_in_sequences": 2,
+    "swap_out_pages": 30,
+    "swap_out_bytes": 3000,
+    "swap_in_seconds": 0.5,
+    "swap_failures": 1,
+    "retained_pages": 17,
+    "pages_idle_0": 4,
+    "host_slots_used_0": 9,
+    "host_slots_total_0": 18,
     "something_else": 1,
 }
 
@@ -88,6 +113,51 @@ def test_the_backend_s_counters_are_told():
     assert found["xjax_engine_step_seconds_sum",] == 1.5
     assert found["xjax_engine_host_seconds_bucket", ("le", "0.01")] == 9
     assert not any("something" in key[0] for key in found)
+
+
+def test_the_cache_is_told():
+    found = samples(ServerMetrics(lambda: STATS))
+    expected = {
+        ("xjax_prefix_cache_hits_total",): 11,
+        ("xjax_prefix_cache_hit_tokens_total",): 176,
+        ("xjax_prefix_cache_misses_total", ("reason", "unknown")): 12,
+        ("xjax_prefix_cache_misses_total", ("reason", "window")): 0,
+        ("xjax_prefix_cache_stored_total",): 13,
+        ("xjax_prefix_cache_evicted_total",): 14,
+        ("xjax_prefix_cache_records",): 15,
+        ("xjax_prefix_cache_tokens",): 240,
+        ("xjax_page_copies_total",): 16,
+        ("xjax_forwarded_tokens_total",): 120,
+        ("xjax_swap_sequences_total", ("direction", "out")): 3,
+        ("xjax_swap_sequences_total", ("direction", "in")): 2,
+        ("xjax_swap_pages_total", ("direction", "out")): 30,
+        ("xjax_swap_bytes_total", ("direction", "out")): 3000,
+        ("xjax_swap_seconds_total", ("direction", "in")): 0.5,
+        ("xjax_swap_failures_total",): 1,
+        ("xjax_swap_retained_pages_total",): 17,
+        ("xjax_pages_idle", ("group", "0")): 4,
+        ("xjax_host_slots_used", ("group", "0")): 9,
+        ("xjax_host_slots_capacity", ("group", "0")): 18,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert ("xjax_prefix_cache_misses_total", ("reason", "short")) not in found
+
+
+def test_every_counter_of_the_scheduler_is_in_reach():
+    """Names are spelled in two places: where they are counted, and here."""
+    shapes = StepShapes.plan(max_num_seqs=1, prefill_chunk_size=32, max_model_len=64)
+    stats = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=1, max_model_len=64, page_size=4, num_pages=(9,), windows=(None,), shapes=shapes
+        )
+    ).stats()
+    moved = {f"swap_{way}_{unit}": 1 for way in ("in", "out") for unit in ("bytes", "seconds")}
+    names = {name for name in {**stats, **moved} if name.startswith(("prefix", "swap", "pages", "host"))}
+    marked = {name: float(i) for i, name in enumerate(sorted(names), 1000)}
+    told = set(samples(ServerMetrics(lambda: marked)).values())
+    assert [name for name, value in marked.items() if value not in told] == []
+    shown = json.dumps(cache_stats(marked))
+    assert [name for name, value in marked.items() if f"{value:.0f}" not in shown] == []
 
 
 def test_what_happened_is_counted():

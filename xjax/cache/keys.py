@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 KEY_BYTES = 32
-MAX_SALT = 256
 
 _TAG = b"xjax page key 1\0"
 _NAMESPACE_TAG = b"xjax namespace 1\0"

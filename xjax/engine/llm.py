@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from xjax.backend import EventSink
+from xjax.backend import EventSink, cache_stats
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.checkpoints.hub import pinned_sampling, resolve
 from xjax.checkpoints.metadata import eos_ids, generation_defaults
@@ -99,7 +99,8 @@ class LLM:
         checkpoint = open_checkpoint(path)
         device = jax.devices()[0]
         self.options = with_defaults(given, device)
-        kernels = _start(partial(attention.prepare, self.options.kernels))  # takes as long as the weights
+        # Beside the weights, which take as long.
+        kernels = _start(partial(attention.prepare, self.options.kernels), "xjax-kernels")
         self._tokenizer, template = None, None
         if not skip_tokenizer_init:
             self._tokenizer = load_tokenizer(checkpoint, cache_dir=home)
@@ -306,7 +307,8 @@ class LLM:
         return self.engine.longest
 
     def wait_ready(self) -> None:
-        """Compile every step that a server can need; return as soon as no request has to wait for one.
+        """Compile every step and move of pages that a server can need; return as soon as no request has to
+        wait for one.
 
         Raises LoadError for a program that fails the audit and EngineError for one that cannot be compiled.
         """
@@ -314,18 +316,34 @@ class LLM:
         shapes = shapes_of(config)
         first = largest_shapes(config)
         table.prepare([*first, *(shape for shape in shapes if shape not in first)])
+        moves = _start(partial(self.engine.prepare_moves, singly=True), "xjax-compile-moves")
         table.wait(first)
+        moves.result()
 
-        def watch() -> None:
-            with suppress(XjaxError):
+        def go_on() -> None:
+            with suppress(XjaxError):  # whoever needs what failed gets the error
+                self.engine.prepare_moves()
                 table.wait(shapes)
-                self.engine.metrics.end_warm_up()
+                self.engine.end_warm_up()
 
-        threading.Thread(target=watch, name="xjax-warm-up", daemon=True).start()
+        # No daemon, for it may be inside the compiler when the process wants to end; it ends soon then.
+        threading.Thread(target=go_on, name="xjax-compile-moves", daemon=False).start()
 
     def stats(self) -> Mapping[str, float]:
         """Counters and gauges of the engine."""
         return self.engine.stats()
+
+    def cache_stats(self) -> Mapping[str, Any]:
+        """What the prefix cache and swapping have done and hold; the names: `xjax.backend.cache_stats`."""
+        return cache_stats(self.engine.stats())
+
+    def clear_cache(self) -> int:
+        """Forget every kept prefix and return how many pages of tokens that were; running requests go on.
+
+        Raises EngineError when the engine has stopped.
+        """
+        self._check_thread()
+        return self.engine.clear_cache().result()
 
     def close(self) -> None:
         """Stop the engine; requests still running end with an error."""
@@ -388,9 +406,9 @@ class LLM:
         )
 
 
-def _start(work: Callable[[], None]) -> Future[None]:
-    """Run something beside this thread."""
-    threads = ThreadPoolExecutor(1, thread_name_prefix="xjax-kernels")
+def _start(work: Callable[[], None], name: str) -> Future[None]:
+    """Run something beside this thread; at its end the process waits for it."""
+    threads = ThreadPoolExecutor(1, thread_name_prefix=name)
     try:
         return threads.submit(work)
     finally:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,25 @@ class _UnderWay:
     output: jax.Array
     host_seconds: float
     dispatched: float
+
+
+@dataclass(frozen=True)
+class _Clearing:
+    """A command that somebody waits for."""
+
+    scheduler: Scheduler
+    done: "Future[int]"
+
+    def __call__(self) -> list[TokenEvent]:
+        count = self.scheduler.prefix.clear()
+        if self.done.set_running_or_notify_cancel():  # who asked may have left
+            self.done.set_result(count)
+        return []
+
+    def fail(self, error: EngineError) -> None:
+        """Tell who waits that it will not be done."""
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
 
 
 class Engine:
@@ -123,7 +143,7 @@ class Engine:
         self._check(request)
         with self._wake:
             if self._is_stopping:
-                raise EngineError(f"the engine has stopped: {self.failure()}")
+                raise self._stopped()
             if request.request_id in self._delivery:
                 raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
             limit = self.config.max_queue
@@ -138,18 +158,29 @@ class Engine:
         """End one sample at a stop that the text showed; see `Backend.finish`."""
         self._command(lambda: self._scheduler.finish(request_id, sample_id, num_tokens))
 
-    def clear_cache(self) -> None:
-        """Forget every prefix, soon; running requests keep their pages."""
+    def clear_cache(self) -> "Future[int]":
+        """Forget every kept prefix; see `Backend.clear_cache`."""
+        clearing = _Clearing(self._scheduler, Future())
+        if not self._command(clearing):
+            clearing.fail(self._stopped())
+        return clearing.done
 
-        def clear() -> list[TokenEvent]:
-            self._scheduler.prefix.clear()
-            return []
+    def prepare_moves(self, *, singly: bool = False) -> None:
+        """Compile what moving pages may need, so that no request waits for it; any thread.
 
-        self._command(clear)
+        singly   programs for one page alone; others are used once they are there
+        Raises LoadError for a program that fails the audit and EngineError for one that cannot be compiled.
+        """
+        self._mover.prepare(singly=singly)
 
-    def prepare_moves(self) -> None:
-        """Compile what moving pages may need, so that no request waits for it."""
-        self._mover.prepare()
+    def end_warm_up(self) -> None:
+        """Say that all programs are there: from now on every compile is counted as one too many."""
+        with self._wake:  # the engine is not closed meanwhile
+            if not self._is_stopping:
+                for shape in self.table.ready:
+                    if shape.full:
+                        self._all_allowed(shape)
+                self.metrics.end_warm_up()
 
     def abort(self, request_id: str) -> None:
         """End every sample of a request; see `Backend.abort`."""
@@ -177,11 +208,16 @@ class Engine:
         self.metrics.close()
         atexit.unregister(self.close)
 
-    def _command(self, command: Callable[[], list[TokenEvent]]) -> None:
+    def _stopped(self) -> EngineError:
+        return EngineError(f"the engine has stopped: {self.failure()}")
+
+    def _command(self, command: Callable[[], list[TokenEvent]]) -> bool:
+        """Have the engine's thread do something; False when it has stopped."""
         with self._wake:
             if not self._is_stopping:
                 self._commands.append(command)
                 self._wake.notify()
+            return not self._is_stopping
 
     def _check(self, request: Request) -> None:
         sampling = request.sampling
@@ -208,6 +244,10 @@ class Engine:
             self._failure = f"{type(error).__name__}: {error}"
         with self._wake:
             self._is_stopping = True
+            unheard = tuple(self._commands)
+        for command in unheard:
+            if isinstance(command, _Clearing):
+                command.fail(self._stopped())
         self._under_way.clear()
         self._delivery.fail_all(f"the engine has stopped: {self.failure()}")
 
@@ -268,10 +308,11 @@ class Engine:
             self._scheduler.swap.fail_copies()
             is_lost = self._is_state_lost()
         for transfer in moves.loads:
-            is_there = not is_lost
+            is_there, began = not is_lost, time.perf_counter()
             try:
                 if is_there:
                     self._state = self._mover.load(self._state, transfer)
+                    self.metrics.note_move("in", self._mover.size(transfer), time.perf_counter() - began)
             except Exception as error:  # noqa: BLE001  the sequence waits as before
                 _log.error("pages could not be loaded: %s", error, exc_info=error)
                 is_there, is_lost = False, self._is_state_lost()
@@ -291,7 +332,7 @@ class Engine:
         def tell() -> list[TokenEvent]:
             self._scheduler.swap.end_save(serial, ok=is_there)
             if is_there:
-                self.metrics.note_move(num_bytes, seconds)
+                self.metrics.note_move("out", num_bytes, seconds)
                 self._scheduler.pace.observe_move(num_bytes, seconds)
             return []
 

@@ -71,8 +71,8 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_failed_steps = 0
-        self.saved_bytes = 0
-        self.saving_seconds = 0.0
+        self.moved_bytes = {"out": 0, "in": 0}
+        self.moving_seconds = {"out": 0.0, "in": 0.0}
         self.host_seconds: deque[float] = deque(maxlen=512)
         self.work_seconds: deque[float] = deque(maxlen=512)
         self.step_seconds: deque[float] = deque(maxlen=512)
@@ -97,10 +97,10 @@ class EngineMetrics:
         self._last_read, self._worked = read, worked
         return seconds
 
-    def note_move(self, num_bytes: int, seconds: float) -> None:
-        """Take in one save of pages to the host."""
-        self.saved_bytes += num_bytes
-        self.saving_seconds += seconds
+    def note_move(self, direction: str, num_bytes: int, seconds: float) -> None:
+        """Take in one move of pages, "out" to the host or "in" from there."""
+        self.moved_bytes[direction] += num_bytes
+        self.moving_seconds[direction] += seconds
 
     def end_warm_up(self) -> None:
         """From now on no compile is expected, and each is counted."""
@@ -116,8 +116,8 @@ class EngineMetrics:
         return {
             "engine_steps": self.num_steps,
             "failed_steps": self.num_failed_steps,
-            "swap_out_bytes": self.saved_bytes,
-            "swap_out_seconds": self.saving_seconds,
+            **{f"swap_{name}_bytes": count for name, count in self.moved_bytes.items()},
+            **{f"swap_{name}_seconds": seconds for name, seconds in self.moving_seconds.items()},
             "compiles_after_warmup": self.compiles.count if self.compiles is not None else 0,
             "host_seconds_median": _median(self.host_seconds),
             "work_seconds_median": _median(self.work_seconds),

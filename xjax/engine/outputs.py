@@ -139,8 +139,8 @@ class ResultBuilder:
                 None,
                 *positions(self._prompt_ids[1:], delta.prompt_logprobs[1:], self._tokenizer),
             ]
-        if delta.num_cached_tokens:
-            result.num_cached_tokens = max(result.num_cached_tokens, delta.num_cached_tokens)
+        if delta.num_cached_tokens and delta.sample_id == 0:  # others find what it has computed
+            result.num_cached_tokens = delta.num_cached_tokens
         if delta.finish_reason is None:
             return False
         output.finish_reason, output.stop_reason = str(delta.finish_reason), delta.stop_reason
@@ -292,7 +292,8 @@ class Stream(Iterator[StreamChunk]):
         if delta.finish_reason is FinishReason.ERROR:
             self.close()
             raise EngineError(delta.error or "the request failed")
-        self._num_cached = max(self._num_cached, delta.num_cached_tokens or 0)
+        if delta.num_cached_tokens and delta.sample_id == 0:  # others find what it has computed
+            self._num_cached = delta.num_cached_tokens
         self._num_open -= delta.finish_reason is not None
         return StreamChunk(
             sample_id=delta.sample_id,

@@ -6,10 +6,12 @@
 
 Everything is dispatched before the step that was planned with it, so the device's own order keeps a page
 from being written before it was read. Counts come in runs of 64, 16, 4 and 1 pages, each with a compiled
-program; what a program donates is audited as a step is. Knows no sequence.
+program; while programs are made ahead, moves take those that are there. What a program donates is audited
+as a step is. Knows no sequence.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ import numpy as np
 
 from xjax.config import CacheSpec, page_groups
 from xjax.engine.audit import audit_donation
+from xjax.errors import EngineError
 from xjax.scheduler import Moves, Transfer
 from xjax.state.kv import EngineState, LayerKV
 from xjax.storage.host import HostPages
@@ -88,6 +91,8 @@ class Mover:
         # Where results lie in reach, asking for them ahead only costs the wake-up of a thread.
         self.is_remote = next(iter(jax.tree.leaves(state)[0].devices())).platform != "cpu"
         self._programs: dict[tuple[str, int, int], Any] = {}
+        self._compiling = threading.Lock()
+        self._is_ahead = self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="xjax-mover")
 
     def _pages(self, state: EngineState, group: int) -> Pages:
@@ -95,15 +100,40 @@ class Mover:
 
     # ---- programs ----
 
-    def prepare(self) -> None:
-        """Compile what serving may need: copies, and both directions where there is a host pool."""
+    def prepare(self, *, singly: bool = False) -> None:
+        """Compile what serving may need: copies, and both directions where there is a host pool; any thread.
+
+        singly   for one page at a time, which is enough for every move, if slowly
+        Ends early when the mover is closed or the process wants to end.
+        """
+        self._is_ahead = True
         kinds = ("copy", "gather", "scatter") if self._has_host else ("copy",)
-        for kind in kinds:
-            for group in range(len(self._layer_ids)):
-                for count in RUNS:
+        for count in (1,) if singly else reversed(RUNS):
+            for kind in kinds:
+                for group in range(len(self._layer_ids)):
+                    if self._is_closed or not threading.main_thread().is_alive():
+                        return
                     self._program(kind, group, count)
 
+    def _sizes(self, kind: str, group: int) -> Sequence[int]:
+        """Runs to cut a move into: those that have programs, where these are made ahead."""
+        if not self._is_ahead:
+            return RUNS
+        return [count for count in RUNS if count == 1 or (kind, group, count) in self._programs]
+
     def _program(self, kind: str, group: int, count: int) -> Any:
+        key = (kind, group, count)
+        program = self._programs.get(key)
+        if program is None:
+            with self._compiling:
+                try:
+                    program = self._made(kind, group, count)
+                except (jax.errors.JaxRuntimeError, MemoryError) as error:
+                    line = (str(error).splitlines() or [type(error).__name__])[0]
+                    raise EngineError(f"{kind} of {count} pages could not be compiled: {line}") from error
+        return program
+
+    def _made(self, kind: str, group: int, count: int) -> Any:
         key = (kind, group, count)
         if key not in self._programs:
             pages = self._abstract[group]
@@ -136,7 +166,7 @@ class Mover:
         parts = []
         for group, (ids, slots) in enumerate(zip(transfer.pages, transfer.slots, strict=True)):
             pages = self._pages(state, group)
-            for run, place in _runs(ids, slots):
+            for run, place in _runs(ids, slots, self._sizes("gather", group)):
                 values = self._program("gather", group, len(run))(pages, run)
                 leaves = jax.tree.leaves(values)
                 if self.is_remote:
@@ -150,7 +180,7 @@ class Mover:
         parts = [
             (group, run, self.hosts[group].read(place))
             for group, (ids, slots) in enumerate(zip(transfer.pages, transfer.slots, strict=True))
-            for run, place in _runs(ids, slots)
+            for run, place in _runs(ids, slots, self._sizes("scatter", group))
         ]
         for group, run, arrays in parts:
             pages = self._pages(state, group)
@@ -161,11 +191,16 @@ class Mover:
     def copy(self, state: EngineState, moves: Moves) -> EngineState:
         """Copy pages on the device. DONATES the state's pages."""
         for group, (sources, targets) in enumerate(zip(moves.sources, moves.targets, strict=True)):
-            for source, target in _runs(sources, targets):
+            for source, target in _runs(sources, targets, self._sizes("copy", group)):
                 pages = self._pages(state, group)
                 program = self._program("copy", group, len(source))
                 state = self._replace(state, group, program(pages, source, target))
         return state
+
+    def size(self, transfer: Transfer) -> int:
+        """Bytes of the pages that a transfer moves."""
+        groups = zip(self.hosts, transfer.pages, strict=True)
+        return sum(len(ids) * host.page_bytes for host, ids in groups)
 
     def _replace(self, state: EngineState, group: int, pages: Pages) -> EngineState:
         kv = list(state.kv)
@@ -190,14 +225,17 @@ class Mover:
         self._on_saved(serial, is_there, num_bytes, seconds)
 
     def close(self) -> None:
-        """Wait for what is landing and end the thread."""
+        """Wait for what is landing and end the thread; no program is begun any more."""
+        self._is_closed = True
         self._thread.shutdown()
 
 
-def _runs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Cut two arrays of ids into pieces of the sizes that have programs."""
+def _runs(
+    first: np.ndarray, second: np.ndarray, sizes: Sequence[int]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cut two arrays of ids into pieces of these sizes, the largest first; 1 is the last of them."""
     start = 0
-    for size in RUNS:
+    for size in sizes:
         while len(first) - start >= size:
             yield first[start : start + size].copy(), second[start : start + size].copy()
             start += size

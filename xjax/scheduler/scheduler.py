@@ -320,12 +320,8 @@ class Scheduler:
             "queued_requests": roster.num_queued,
             "longest_request": self.longest,
         }
-        for group, pool in enumerate(roster.book.pools):
-            gauges[f"pages_used_{group}"] = pool.num_usable - pool.num_available
-            gauges[f"pages_cached_{group}"] = pool.num_kept
-            gauges[f"pages_idle_{group}"] = pool.num_idle
-            gauges[f"pages_total_{group}"] = pool.num_usable
-        return {**self._counts, **roster.prefix.counts, **roster.swap.counts, **gauges}
+        counts = {**self._counts, **roster.prefix.counts, **roster.swap.counts}
+        return {**counts, **gauges, **roster.book.stats()}
 
     def check(self) -> None:
         """Verify refcounts, tables, slots and queues; for tests."""

@@ -54,6 +54,15 @@ _ApiKey = Annotated[
         help="key that clients must send, as well as that of XJAX_API_KEY; may be given several times",
     ),
 ]
+_ShareCache = Annotated[
+    bool,
+    typer.Option(
+        "--share-prefix-cache",
+        help="let clients with different keys start from each other's kept pages; without it each key is a "
+        "tenant of its own",
+        metavar="",
+    ),
+]
 _Names = Annotated[
     list[str] | None,
     typer.Option("--served-model-name", help="name of the model for clients; may be given several times"),
@@ -258,6 +267,7 @@ def _serve(
     port: _Port = None,
     uds: _Uds = None,
     api_key: _ApiKey = None,
+    share_prefix_cache: _ShareCache = False,
     served_model_name: _Names = None,
     request_timeout: _RequestTimeout = None,
     queue_timeout: _QueueTimeout = None,
@@ -295,7 +305,7 @@ def _serve(
     _run(
         _Engine(flags, _names(served_model_name, flags.model)),
         place=(host or ("0.0.0.0" if keys else "127.0.0.1"), PORT if port is None else port, uds),
-        access={"api_keys": keys, "cors": _origins(cors)},
+        access={"api_keys": keys, "cors": _origins(cors), "shares_cache": share_prefix_cache},
         settings=settings,
     )
 

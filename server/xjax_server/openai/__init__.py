@@ -5,6 +5,7 @@
 
 from starlette.routing import Route
 
+from xjax_server.openai.cache import CacheClearEndpoint, CacheStatsEndpoint
 from xjax_server.openai.chat import ChatEndpoint
 from xjax_server.openai.completions import CompletionEndpoint
 from xjax_server.openai.models import ModelEndpoint, ModelListEndpoint
@@ -22,5 +23,7 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/completions", CompletionEndpoint(service), methods=["POST"]),
         Route("/tokenize", TextEndpoint(service, tokenize), methods=["POST"]),
         Route("/detokenize", TextEndpoint(service, detokenize), methods=["POST"]),
+        Route("/v1/cache/stats", CacheStatsEndpoint(service), methods=["GET"]),
+        Route("/v1/cache/clear", CacheClearEndpoint(service), methods=["POST"]),
         Route("/openapi.json", OpenApiEndpoint(), methods=["GET"]),
     ]

@@ -65,7 +65,7 @@ def prepare(model: ServedModel, request_id: str, body: bytes) -> Job:
     extra = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
     ids = encode_messages(model, request, request.messages, extra)
     check_length(ids, model, "messages")
-    prompt = Prompt(ids=tuple(ids), sampling=sampling)
+    prompt = Prompt(ids=tuple(ids), sampling=sampling, cache_salt=request.cache_salt)
     writer = ChatWriter(new_head(request_id, name, model), request, prompt, num_top)
     return Job(
         prompts=(prompt,),

@@ -72,7 +72,9 @@ def prepare(model: ServedModel, request_id: str, body: bytes) -> Job:
         check_length(source.ids, model, "prompt")
     writer = TextWriter(new_head(request_id, name, model), request, sources, sampling)
     return Job(
-        prompts=tuple(Prompt(ids=source.ids, sampling=sampling) for source in sources),
+        prompts=tuple(
+            Prompt(ids=source.ids, sampling=sampling, cache_salt=request.cache_salt) for source in sources
+        ),
         priority=-(request.priority or 0),
         is_stream=bool(request.stream),
         writer=writer,

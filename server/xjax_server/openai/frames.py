@@ -114,8 +114,8 @@ class Tally:
         """Take deltas in."""
         for i, delta in items:
             self._num_completion += len(delta.token_ids)
-            if delta.num_cached_tokens:
-                self._cached[i] = max(self._cached[i], delta.num_cached_tokens)
+            if delta.num_cached_tokens and delta.sample_id == 0:  # others find what it has computed
+                self._cached[i] = delta.num_cached_tokens
 
     def json(self) -> str:
         """The `usage` object so far."""

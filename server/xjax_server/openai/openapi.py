@@ -10,6 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 import xjax
 from xjax_server.openai.replies import (
+    CacheCleared,
+    CacheStats,
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -19,7 +21,13 @@ from xjax_server.openai.replies import (
     Text,
     Tokens,
 )
-from xjax_server.openai.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from xjax_server.openai.types import (
+    CacheClearRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from xjax_server.sse import respond_json
 
 Shape = type[BaseModel]
@@ -33,10 +41,13 @@ OPERATIONS: dict[tuple[str, str], tuple[str, Shape | None, Shape, Shape | None]]
     ("/v1/completions", "post"): ("Continue prompts", CompletionRequest, Completion, Completion),
     ("/tokenize", "post"): ("Turn text or messages into token ids", TokenizeRequest, Tokens, None),
     ("/detokenize", "post"): ("Turn token ids into text", DetokenizeRequest, Text, None),
+    ("/v1/cache/stats", "get"): ("Tell what the prefix cache did and holds", None, CacheStats, None),
+    ("/v1/cache/clear", "post"): ("Empty the prefix cache", CacheClearRequest, CacheCleared, None),
 }  # fmt: skip
 ERRORS = {
     "400": "the request cannot be served as it is",
     "401": "no key, or a wrong one",
+    "403": "the cache's endpoints without keys: not from this machine",
     "404": "no such model",
     "408": "the body came too slowly",
     "413": "the body is too large",
@@ -45,6 +56,8 @@ ERRORS = {
     "500": "the engine failed",
     "503": "the model loads, the server stops, or the engine has failed; see Retry-After",
 }
+
+_ALWAYS = ("401", "403", "404", "503")  # whether there is a body or not
 
 
 class OpenApiEndpoint:
@@ -89,7 +102,7 @@ def _operation(
     errors = {
         status: {"description": text, "content": {"application/json": {"schema": _ref(ErrorReply)}}}
         for status, text in ERRORS.items()
-        if body is not None or status in ("401", "404", "503")
+        if (status in _ALWAYS or body is not None) and (status != "403" or path.startswith("/v1/cache/"))
     }
     found: dict[str, Any] = {
         "summary": summary,
@@ -97,7 +110,9 @@ def _operation(
         "responses": {"200": {"description": "the reply", "content": content}, **errors},
     }
     if body is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
+        is_required = body is not CacheClearRequest
+        content = {"application/json": {"schema": _ref(body)}}
+        found["requestBody"] = {"required": is_required, "content": content}
     if "{id}" in path:
         found["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return found

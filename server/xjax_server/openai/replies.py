@@ -3,9 +3,9 @@
 Nothing is made from these at run time; frames and replies are written as JSON text.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length"]
 StopReason = str | int | None
@@ -182,6 +182,70 @@ class Text(Shape):
     """Reply of POST /detokenize."""
 
     prompt: str
+
+
+# ---- the cache ----
+
+
+class CacheMisses(Shape):
+    unknown: int
+    short: int
+    window: int
+    whole: int
+    state: int
+
+
+class PageCounts(Shape):
+    used: int
+    idle: int
+    cached: int
+    total: int
+
+
+class SlotCounts(Shape):
+    used: int
+    total: int
+
+
+class SwapDirection(Shape):
+    sequences: int
+    pages: int
+    bytes: int
+    seconds: float
+
+
+class SwapCounts(Shape):
+    out: SwapDirection
+    # `in` is a word of Python's.
+    in_: Annotated[SwapDirection, Field(alias="in")]
+    retained_pages: int
+    failures: int
+    waiting: int
+
+
+class CacheStats(Shape):
+    """Reply of GET /v1/cache/stats, and what `LLM.cache_stats` gives."""
+
+    hits: int
+    hit_tokens: int
+    host_hit_tokens: int
+    misses: CacheMisses
+    waits: int
+    stored: int
+    evicted: int
+    copies: int
+    forwarded_tokens: int
+    records: int
+    cached_tokens: int
+    pages: list[PageCounts]
+    host_slots: list[SlotCounts]
+    swap: SwapCounts
+
+
+class CacheCleared(Shape):
+    """Reply of POST /v1/cache/clear: how many pages of tokens were forgotten."""
+
+    cleared_records: int
 
 
 class ErrorDetail(Shape):

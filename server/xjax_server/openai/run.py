@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
+from xjax_server.auth import TENANT
 from xjax_server.generation import Generation
 from xjax_server.limits import read_body
 from xjax_server.openai.frames import Head, Job
@@ -36,7 +37,12 @@ async def answer(
         else:
             job = await service.in_thread(prepare, model, request_id, body)
         generation = await Generation.start(
-            service, job.prompts, request_id=request_id, arrival=scope["xjax.arrival"], priority=job.priority
+            service,
+            job.prompts,
+            request_id=request_id,
+            arrival=scope["xjax.arrival"],
+            priority=job.priority,
+            tenant=scope.get(TENANT, b""),
         )
         scope[STARTED] = True
         if job.is_stream:

@@ -11,13 +11,23 @@ not built: it is taken only with a value that changes nothing.
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from xjax.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_SALT,
     MAX_SAMPLES,
     MAX_SEED,
     MAX_STOP_LENGTH,
@@ -36,12 +46,11 @@ IGNORED = {
     "store": "whether to keep the answer; nothing is kept",
     "service_tier": "there is one tier",
     "safety_identifier": "who asks",
-    "prompt_cache_key": "no pages are shared between requests yet",
-    "prompt_cache_retention": "no pages are shared between requests yet",
+    "prompt_cache_key": "equal beginnings are found without it; `cache_salt` keeps them apart",
+    "prompt_cache_retention": "what was used last stays longest",
     "prediction": "a hint for speed",
     "parallel_tool_calls": "of no meaning without tools",
     "verbosity": "a hint to models trained with it",
-    "cache_salt": "no pages are shared between requests yet",
     "length_penalty": "of no meaning without beam search",
     "early_stopping": "of no meaning without beam search",
     "spaces_between_special_tokens": "text is the sum of its tokens' bytes",
@@ -102,6 +111,13 @@ def _few(value: object) -> object:
     return cast(object, value)
 
 
+def _short(value: str) -> str:
+    """A salt is limited in bytes, which pydantic does not count."""
+    if len(value.encode()) > MAX_SALT:
+        raise PydanticCustomError("too_long", "should have at most {most} bytes", {"most": MAX_SALT})
+    return value
+
+
 WHOLE = BeforeValidator(_whole)
 FEW = BeforeValidator(_few)
 FAST = Field(fail_fast=True)  # of every list: a body has room for millions of faults, and each would be kept
@@ -125,6 +141,7 @@ Stop = Annotated[
     Annotated[StopText, Tag("=text")] | Annotated[StopTexts, Tag("=texts")],
     _kind({str: "=text"}, "=texts"),
 ]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT), AfterValidator(_short)]
 OPEN = ConfigDict(strict=True, extra="allow")
 CLOSED = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -226,6 +243,11 @@ class SamplingFields(BaseModel):
     )
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT), WHOLE] | None = Field(
         None, description="-2^53 to 2^53; lower runs first; default 0"
+    )
+    cache_salt: Salt | None = Field(
+        None,
+        description=f"not empty, at most {MAX_SALT} bytes in UTF-8: only requests with the same one share "
+        "kept pages",
     )
     return_token_ids: bool | None = Field(
         None, description="`token_ids` in choices, `prompt_token_ids` beside them; default false"
@@ -333,6 +355,12 @@ class TokenizeRequest(BaseModel):
         None, description="the tokens as the vocabulary spells them too; default false"
     )
     chat_template: Annotated[Any, Refused("the server's template is used")] = None
+
+
+class CacheClearRequest(BaseModel):
+    """Body of POST /v1/cache/clear: an empty object, or none at all."""
+
+    model_config = CLOSED
 
 
 class DetokenizeRequest(BaseModel):

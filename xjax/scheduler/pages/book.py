@@ -110,6 +110,24 @@ class PageBook:
             if sequence.slot is not None:
                 self._rows.pages[group, sequence.slot, first:passed] = 0
 
+    def stats(self) -> dict[str, float]:
+        """Counters of the index since the start; gauges of pages, host slots and records now."""
+        index = self.index
+        found: dict[str, float] = {
+            "prefix_stored": index.num_stored,
+            "prefix_evicted": index.num_evicted,
+            "prefix_records": len(index),
+            "prefix_cached_tokens": len(index) * self.page_size,
+        }
+        for group, (pool, host) in enumerate(zip(self.pools, self.hosts, strict=True)):
+            found[f"pages_used_{group}"] = pool.num_usable - pool.num_available
+            found[f"pages_cached_{group}"] = pool.num_kept
+            found[f"pages_idle_{group}"] = pool.num_idle
+            found[f"pages_total_{group}"] = pool.num_usable
+            found[f"host_slots_used_{group}"] = host.num_usable - host.num_free
+            found[f"host_slots_total_{group}"] = host.num_usable
+        return found
+
     def release(self, sequence: Sequence) -> None:
         """Give back every page that a sequence holds, the last first."""
         for group, pages in enumerate(sequence.pages):

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,12 @@ class NullEngine:
     def failure(self) -> str | None:
         """Nothing fails that does nothing."""
         return None
+
+    def clear_cache(self) -> "Future[int]":
+        """Nothing is kept."""
+        done: Future[int] = Future()
+        done.set_result(0)
+        return done
 
     def _run(self) -> None:
         tick = time.monotonic()
