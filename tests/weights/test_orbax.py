@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
+import threading
 
 import gguf
 import jax
@@ -21,6 +23,7 @@ from xjax.models.layers import Params
 from xjax.models.registry import supported
 from xjax.state.mesh import make_mesh
 from xjax.state.quantized import QuantizedArray, quantize, spread
+from xjax.weights import orbax as orbax_form
 from xjax.weights.convert import convert
 from xjax.weights.load import load_params, read_config
 from xjax.weights.orbax import name_arrays, restore_params, save_arrays
@@ -260,16 +263,9 @@ def test_arrays_of_zeros_and_odd_dtypes(tmp_path):
         kind="hf", architecture="", family="", config={}, dtype="", source="", arrays=placed, quantized={},
         files=describe_files(tmp_path, names),
     )  # fmt: skip
-    from xjax.weights.orbax import _restore
-
-    found = _restore(
-        saved, tmp_path, {
-            name: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            )
-            for name, x in arrays.items()
-        }, None,
-    )  # fmt: skip
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for name, x in arrays.items()}
+    found = orbax_form._restore(saved, tmp_path, wanted, None)
     assert_identical(found, arrays)
 
 
@@ -315,6 +311,20 @@ def test_parts_and_progress(gemma, monkeypatch, tmp_path):
     assert_identical(params, load(source)[1])
 
 
+def test_orbax_runs_beside_the_main_thread(gemma, monkeypatch, tmp_path):
+    """Where no Ctrl-C comes in the middle of its imports and its loops."""
+    threads, original = [], orbax_form._orbax
+
+    def seen(problem):
+        threads.append(threading.current_thread())
+        return original(problem)
+
+    monkeypatch.setattr(orbax_form, "_orbax", seen)
+    load(convert(gemma[0], tmp_path / "saved"))
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+
+
 def test_orbax_is_imported_for_converted_models_alone(gemma):
     code = """
 import sys, jax.numpy as jnp
@@ -341,8 +351,6 @@ for path in sys.argv[1:]:
 
 @pytest.fixture
 def saved_copy(gemma, tmp_path):
-    import shutil
-
     return shutil.copytree(gemma[1], tmp_path / "copy")
 
 

@@ -224,12 +224,14 @@ def _restore(
 ) -> dict[str, jax.Array]:
     total, done = sum(_num_bytes(item) for item in wanted.values()), 0
     arrays: dict[str, jax.Array] = {}
-    for number in _checked_parts(saved, folder):
-        part = {name: wanted[name] for name, array in saved.arrays.items() if array.part == number}
-        arrays |= _restore_part(part, folder / PARAMS / str(number))
-        done += sum(_num_bytes(item) for item in part.values())
-        if progress is not None:
-            progress(done, total)
+    # A thread of its own: an interrupt inside orbax's import can be lost, and leave locks taken.
+    with ThreadPoolExecutor(1, thread_name_prefix="xjax-restore") as pool:
+        for number in _checked_parts(saved, folder):
+            part = {name: wanted[name] for name, array in saved.arrays.items() if array.part == number}
+            arrays |= pool.submit(_restore_part, part, folder / PARAMS / str(number)).result()
+            done += sum(_num_bytes(item) for item in part.values())
+            if progress is not None:
+                progress(done, total)
     return arrays
 
 
