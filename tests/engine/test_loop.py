@@ -279,7 +279,8 @@ def test_the_state_stays_where_it_is(llama_engine):
 def test_nothing_is_compiled_while_serving(llama_kit, monkeypatch):
     llama_kit.table.wait(shapes_of(llama_kit.plan.scheduler))
     engine = llama_kit.engine()
-    Client(engine).run(prompt(5), GREEDY.replace(logprobs=1))  # the all-allowed mask goes to the device once
+    engine.prepare_moves()
+    engine.end_warm_up()
     traces, counter = [], CompileCounter()
     whole = warmup.step
     monkeypatch.setattr(warmup, "step", lambda *args, **kwargs: traces.append(1) or whole(*args, **kwargs))
