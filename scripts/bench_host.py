@@ -66,7 +66,7 @@ class NullFamily:
         return jnp.zeros((tokens.shape[0], config.embed_dim), jnp.float32), state
 
     def logits(
-        self, params: Any, config: NullConfig, hidden: jax.Array, *, backend: str = "xla"
+        self, params: Any, config: NullConfig, hidden: jax.Array, *, backend: str = "xla", mesh: Any = None
     ) -> jax.Array:
         """Logits [J, V] that are all equal: the first token wins."""
         return jnp.zeros((hidden.shape[0], config.vocab_size), jnp.float32)

@@ -12,22 +12,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from xjax.config import page_groups
 from xjax.models.registry import Family
 from xjax.state.batch import BatchShape, Packed, unpack
-from xjax.state.kv import EngineState, abstract_state
+from xjax.state.kv import EngineState, abstract_state, place_state
 
 
-@functools.partial(jax.jit, static_argnames=("family", "config", "shape", "backend"), donate_argnums=2)
+@functools.partial(
+    jax.jit, static_argnames=("family", "config", "shape", "backend", "mesh"), donate_argnums=2
+)
 def run_step(
     params: Any, packed: Any, state: EngineState, *, family: Family, config: Any, shape: BatchShape,
-    backend: str,
+    backend: str, mesh: Mesh | None = None,
 ) -> tuple[jax.Array, EngineState]:  # fmt: skip
     """Logits of every token of a step, [N, V], and the new state."""
-    batch, _ = unpack(packed, shape, backend=backend)
+    batch, _ = unpack(packed, shape, backend=backend, mesh=mesh)
     hidden, state = family.forward(params, config, state, batch)
-    return family.logits(params, config, hidden, backend=backend), state
+    return family.logits(params, config, hidden, backend=backend, mesh=mesh), state
 
 
 class PagedRows:
@@ -40,10 +43,10 @@ class PagedRows:
     def __init__(
         self, family: Family, config: Any, params: Any, *, num_rows: int, num_tiles: int, tile: int = 8,
         page_size: int = 4, max_pages: int = 16, seed: int = 0, dtype: str = "float32",
-        can_decode: bool = True, backend: str = "xla",
+        can_decode: bool = True, backend: str = "xla", mesh: Mesh | None = None,
     ) -> None:  # fmt: skip
         self.family, self.config, self.params, self.page_size = family, config, params, page_size
-        self.backend, spec = backend, family.cache_spec(config)
+        self.backend, self.mesh, spec = backend, mesh, family.cache_spec(config)
         self.groups = page_groups(spec)
         self.shape = BatchShape(
             num_rows=num_rows, num_decode=num_rows if can_decode else 0, num_prefill=num_tiles * tile,
@@ -61,6 +64,9 @@ class PagedRows:
         self.state = jax.tree.map(
             lambda leaf: jnp.full(leaf.shape, jnp.nan if leaf.dtype.kind != "i" else 0, leaf.dtype), abstract
         )
+        if mesh is not None:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, place_state(abstract, mesh))
+            self.state = jax.device_put(self.state, shardings)
         rng = np.random.default_rng(seed)
         deal = [1 + rng.permutation(num_pages - 1).astype(np.int32) for _ in self.groups]
         self.table = np.stack([pages.reshape(num_rows, max_pages) for pages in deal])
@@ -81,7 +87,7 @@ class PagedRows:
             self._place(packed, row, ids, at)
         out, self.state = run_step(
             self.params, packed.vector, self.state, family=self.family, config=self.config, shape=shape,
-            backend=self.backend,
+            backend=self.backend, mesh=self.mesh,
         )  # fmt: skip
         out = np.asarray(out)
         for row, ids, at in placed:

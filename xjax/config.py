@@ -143,6 +143,14 @@ class EngineOptions:
         "auto", "kernel family; auto: numba on a CPU that has AVX2, else xla", choices=KERNELS
     )
     threads: int | None = _option(None, "processor threads to compute with; default: all", low=1, high=1024)
+    tensor_parallel: int = _option(
+        1,
+        "devices that share each layer; on a CPU they are made for a trial",
+        low=1,
+        high=1024,
+        aliases=("tensor_parallel_size",),
+        short="-tp",
+    )
     preemption_mode: str = _option(
         "auto",
         "when pages run out: move some of a sequence to the host (swap) or compute it again; "

@@ -41,7 +41,9 @@ class NullFamily:
         hidden = batch.token_id[:, None].astype(jnp.float32) + params[0][None, :1]
         return hidden if wanted is None else hidden[wanted], state
 
-    def logits(self, params: Any, config: Config, hidden: jax.Array, *, backend: str = "xla") -> jax.Array:
+    def logits(
+        self, params: Any, config: Config, hidden: jax.Array, *, backend: str = "xla", mesh: Any = None
+    ) -> jax.Array:
         """Highest at the successor of the token id."""
         ids = jnp.arange(config.vocab_size, dtype=jnp.float32)[None, :]
         return -jnp.square(ids - (hidden + 1) % config.vocab_size)

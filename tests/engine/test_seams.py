@@ -76,7 +76,7 @@ class RecurrentFamily:
         state = replace(state, recurrent=(first, *state.recurrent[1:]))
         return hidden if wanted is None else hidden[wanted], state
 
-    def logits(self, params, config, hidden, *, backend="xla"):
+    def logits(self, params, config, hidden, *, backend="xla", mesh=None):
         """Highest at the carried number."""
         return -jnp.square(jnp.arange(config.vocab_size, dtype=jnp.float32)[None, :] - hidden)
 
@@ -199,7 +199,7 @@ def test_three_position_axes_reach_the_model(llama_kit):
         hidden = (batch.rope_position * jnp.array([[1], [10], [40]])).sum(0)[:, None].astype(jnp.float32)
         return hidden if wanted is None else hidden[wanted], state
 
-    def logits(params, config, hidden, *, backend="xla"):
+    def logits(params, config, hidden, *, backend="xla", mesh=None):
         return -jnp.square(jnp.arange(VOCAB, dtype=jnp.float32)[None, :] - hidden)
 
     family = SimpleNamespace(name="seams", forward=forward, logits=logits, cache_spec=llama.FAMILY.cache_spec)

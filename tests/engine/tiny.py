@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xjax.config import EngineOptions
 from xjax.engine.build import EnginePlan, Model, make_table, plan_engine, start_engine, with_defaults
@@ -14,8 +15,11 @@ from xjax.engine.loop import Engine
 from xjax.engine.warmup import ProgramTable
 from xjax.models import gemma3, llama
 from xjax.models.decoder import Config
+from xjax.models.layout import split_config
 from xjax.models.rope import Rope
 from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
+from xjax.state.mesh import make_mesh
+from xjax.weights.fuse import fuse_qkv, interleave
 
 VOCAB = 96
 
@@ -61,6 +65,34 @@ def tiny_gemma() -> Model:
     return Model(gemma3.FAMILY, config, _sharpen(params, o=4, qkv=1, head=3.0), jnp.dtype("float32"))
 
 
+def shared(model: Model, num_devices: int) -> Model:
+    """The same model over several devices, its fused weights laid out anew as a loader does."""
+    mesh, num_kv, dim = (
+        make_mesh(jax.devices()[:num_devices]),
+        model.config.num_kv_heads,
+        model.config.head_dim,
+    )
+    config = split_config(model.config, num_devices)
+
+    def lay(path: Any, leaf: jax.Array, sharding: Any) -> jax.Array:
+        values = np.asarray(leaf)
+        out = values
+        if path[-1].name == "qkv":
+            heads = values.reshape(num_kv, -1, dim, values.shape[1])
+            parts = [part.reshape(-1, values.shape[1]) for part in np.split(heads, (-2, -1), axis=1)]
+            out = np.empty((config.num_kv_heads * (config.num_heads // config.num_kv_heads + 2) * dim,
+                            values.shape[1]), values.dtype)  # fmt: skip
+            fuse_qkv(out, parts, config.num_kv_heads, dim, 0, config.layout.kv_copies)
+        elif path[-1].name == "gate_up":
+            out = np.empty_like(values)
+            interleave(out, [values], num_devices)
+        return jax.device_put(out, sharding)
+
+    shardings = model.family.shardings(config, mesh)
+    params = jax.tree_util.tree_map_with_path(lay, model.params, shardings)
+    return Model(model.family, config, params, model.dtype, mesh)
+
+
 @dataclass(frozen=True)
 class Kit:
     """A model with its plan and its table of programs, from which engines are started."""
@@ -77,6 +109,7 @@ class Kit:
 def make_kit(model: Model, *, cache: Any = None, rows: tuple[int, ...] = (1, 4), **options: Any) -> Kit:
     """Small defaults, and few shapes, since each takes seconds; `options` as EngineOptions names them."""
     device = jax.devices()[0]
+    options["tensor_parallel"] = model.num_devices
     given = {
         "max_num_seqs": 4,
         "page_size": 4,

@@ -13,6 +13,7 @@ from tests.golden.quantized import FORMATS, MODELS, model_case, stored, write_mo
 from tests.paged import PagedRows, run_alone
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.errors import LoadError
+from xjax.models.layout import split_config
 from xjax.models.registry import load_config
 from xjax.state.mesh import make_mesh
 from xjax.state.quantized import QuantizedArray, is_quantized
@@ -23,12 +24,15 @@ pytestmark = pytest.mark.device
 TOLERANCE = 1e-4
 
 
-def load(name, *, change=None, dtype="float32", sharding=None, **changes):
+def load(name, *, change=None, dtype="float32", sharding=None, mesh=None, **changes):
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(write_model(name, Path(folder), change=change, **changes))
         family, config = load_config(
             checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors
         )
+        if mesh is not None:
+            config = split_config(config, mesh.size)
+            sharding = family.shardings(config, mesh)
         params = load_params(checkpoint, family, config, dtype=jnp.dtype(dtype), sharding=sharding)
         return family, config, jax.tree.map(jnp.copy, params)
 
@@ -167,6 +171,16 @@ def test_over_a_mesh(name):
     assert scales.sharding.shard_shape(scales.shape)[1] == max(1, scales.shape[1] // halves)
     for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize(("name", "num_devices"), [("gptq4_order", 2), ("fp8_block", 2), ("int8", 4)])
+def test_logits_of_several_devices(name, num_devices):
+    """Laid out for them, with copies of kv heads; also where inputs or groups cannot be divided."""
+    mesh = make_mesh(jax.devices()[:num_devices])
+    family, config, params = load(name, mesh=mesh)
+    assert len(codes_of(params)) == 4
+    assert error(name, family, config, params, [3, 1, 8, 9, 1, 1, 16, 5], mesh=mesh) < TOLERANCE
 
 
 @pytest.mark.usefixtures("quick_compiles")

@@ -24,6 +24,14 @@ def test_by_platform():
         choice.choose("numba", "gpu")
 
 
+def test_several_devices():
+    """A call of Numba's cannot be divided among devices by the compiler."""
+    assert choice.choose("auto", "cpu", 2) == "xla"
+    assert choice.choose("auto", "gpu", 2) == "accelerator"
+    with pytest.raises(LoadError, match="numba is for one device"):
+        choice.choose("numba", "cpu", 2)
+
+
 def test_without_numba(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choice.choose("auto", "cpu") == "xla"

@@ -1,11 +1,16 @@
 """Weights as codes: rounding, products, and that models cannot tell."""
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from xjax.kernels.linear import xla as linear
+from xjax.state.mesh import make_mesh
 from xjax.state.quantized import (
     QuantizedArray,
     is_quantized,
@@ -130,6 +135,20 @@ def test_where_parts_lie(name):
     placed = jax.device_put(w, found)
     x = jnp.asarray(np.random.default_rng(5).standard_normal((3, 96), np.float32))
     np.testing.assert_allclose(jax.jit(matmul)(x, placed), matmul(x, w), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("split", [0, 1])
+def test_each_device_multiplies_the_blocks_that_it_holds(split, monkeypatch):
+    """No codes and no numbers of theirs are sent, which the compiler by itself would do for every block."""
+    monkeypatch.setattr(linear, "_SMALL_WEIGHTS", 64)
+    mesh = make_mesh(jax.devices()[:2])
+    w, x = codes_of("int4"), jnp.asarray(np.random.default_rng(5).standard_normal((3, 96), np.float32))
+    axes = ("tensor", None) if split == 0 else (None, "tensor")
+    placed = jax.device_put(w, spread(w, NamedSharding(mesh, PartitionSpec(*axes))))
+    run = jax.jit(partial(matmul, mesh=mesh, split=split)).lower(x, placed).compile()
+    sent = re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", run.as_text())
+    assert sent == [] if split == 0 else "all-gather" not in sent and "all-reduce" in sent
+    np.testing.assert_allclose(run(x, placed), matmul(x, w), atol=1e-5)
 
 
 def test_groups_that_do_not_divide_are_not_split():

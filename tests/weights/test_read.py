@@ -17,17 +17,21 @@ from xjax.checkpoints.checkpoint import TensorView
 from xjax.checkpoints.tensor import MappedFile
 from xjax.state.mesh import ParamSpec
 from xjax.weights import read
-from xjax.weights.fuse import fuse_qkv, shift, stack
+from xjax.weights.fuse import fuse_qkv, interleave, shift, stack
 from xjax.weights.plan import LeafPlan
 from xjax_server.bench.loading.files import Shape, write_model
 
 pytestmark = pytest.mark.device
 
 QKV = partial(fuse_qkv, num_kv_heads=2, head_dim=8)
+COPIES = partial(fuse_qkv, num_kv_heads=4, head_dim=8, pairs=0, copies=2)
 # name -> shape of the array, shapes of its tensors, how they are put together, at least so many parts
 PLANS = {
     "embedding": ((40, 6), [(40, 6)], stack, 10),
     "gate and up": ((20, 6), [(10, 6), (10, 6)], stack, 6),
+    "gate and up of two devices": ((20, 6), [(10, 6), (10, 6)], partial(interleave, blocks=2), 6),
+    "gate over up of two devices": ((20, 6), [(20, 6)], partial(interleave, blocks=2), 5),
+    "q, k, v of four devices": ((96, 6), [(32, 6), (16, 6), (16, 6)], COPIES, 1),
     "q, k, v": ((64, 6), [(32, 6), (16, 6), (16, 6)], partial(QKV, pairs=0), 16),
     "q, k, v, pairs": ((64, 6), [(32, 6), (16, 6), (16, 6)], partial(QKV, pairs=8), 16),
     "q, k, v, some pairs, one tensor": ((64, 6), [(64, 6)], partial(QKV, pairs=4), 16),

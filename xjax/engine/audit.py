@@ -5,9 +5,11 @@ text is searched for copies of anything shaped like a state leaf, too. A step th
 is refused with the leaf's name.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,13 +39,14 @@ def audit_donation(
 ) -> AuditReport:
     """Check that a compiled program updates `donated` in place.
 
-    donated          the abstract pytree that was donated
+    donated          the abstract pytree that was donated; of what has a sharding each device's part is meant
     first_argument   number of flat arguments in front of its leaves
     Raises LoadError naming the program and the leaf.
     """
     leaves = jax.tree_util.tree_flatten_with_path(donated)[0]
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    sizes = [int(np.prod(leaf.shape)) * leaf.dtype.itemsize for _, leaf in leaves]
+    shapes = [_shard_shape(leaf) for _, leaf in leaves]
+    sizes = [math.prod(shape) * leaf.dtype.itemsize for shape, (_, leaf) in zip(shapes, leaves, strict=True)]
     text = compiled.as_text() or ""
     aliased = _aliased_arguments(text)
     for i, (leaf_name, size) in enumerate(zip(names, sizes, strict=True)):
@@ -52,9 +55,9 @@ def audit_donation(
                 f"step {name}: state leaf {leaf_name} is copied instead of updated in place (not aliased)"
             )
     shaped = {}
-    for leaf_name, size, (_, leaf) in zip(names, sizes, leaves, strict=True):
+    for leaf_name, size, shape, (_, leaf) in zip(names, sizes, shapes, leaves, strict=True):
         if size >= _SMALL:
-            shaped[(_hlo_dtype(leaf.dtype), ",".join(str(dim) for dim in leaf.shape))] = leaf_name
+            shaped[(_hlo_dtype(leaf.dtype), ",".join(str(dim) for dim in shape))] = leaf_name
     for dtype, dims in _COPY.findall(text):
         if (dtype, dims) in shaped:
             raise LoadError(
@@ -73,6 +76,11 @@ def audit_donation(
             f"step {name}: {report.temporary} bytes of temporaries, expected at most {max_temporary}"
         )
     return report
+
+
+def _shard_shape(leaf: Any) -> tuple[int, ...]:
+    """Shape of a leaf in the compiled text, which is the program of one device."""
+    return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 
 def _hlo_dtype(dtype: np.dtype) -> str:

@@ -35,7 +35,9 @@ from xjax.engine.build import (
     Progress,
     load_model,
     make_table,
+    open_mesh,
     plan_engine,
+    set_cpu_devices,
     set_threads,
     start_engine,
     with_defaults,
@@ -91,6 +93,8 @@ class LLM:
     ) -> None:
         given = EngineOptions.from_mapping(options)
         set_threads(given.threads)
+        set_cpu_devices(given.tensor_parallel)
+        mesh = open_mesh(given.tensor_parallel)
         home = cache_home()
         fetch = None if progress is None else _fetch_progress(progress)
         path = resolve(
@@ -115,7 +119,9 @@ class LLM:
         self.generation_defaults: dict[str, float] = {}
         if self.options.generation_config == "auto":
             self.generation_defaults = dict(generation_defaults(checkpoint)) or pinned_sampling(path)
-        self.model = load_model(checkpoint, dtype=self.options.dtype, device=device, progress=progress)
+        self.model = load_model(
+            checkpoint, dtype=self.options.dtype, device=device, mesh=mesh, progress=progress
+        )
         self.plan = plan_engine(self.model, self.options, device=device)
         _log_start(self.plan, self.generation_defaults)
         self._settle_kernels(kernels, given)

@@ -421,5 +421,5 @@ class Engine:
         dims = (shape.num_sampled, -(-self._vocab_size // 32))
         if dims not in self._masks:
             ones = np.full(dims, -1, np.int32)
-            self._masks[dims] = jax.device_put(ones, jax.tree.leaves(self._state)[0].sharding)
+            self._masks[dims] = jax.device_put(ones, self.table.whole)
         return self._masks[dims]

@@ -36,6 +36,7 @@ class MemoryPlan:
     longest          tokens of the longest single request that fits
     host_pages       pages by group that host memory holds beside
     total_tokens     tokens that all pages of the group that fills up first hold
+    num_devices      that share the model; all bytes are those of one of them
     """
 
     available: int
@@ -49,6 +50,7 @@ class MemoryPlan:
     longest: int
     total_tokens: int
     host_pages: tuple[int, ...] = ()
+    num_devices: int = 1
 
     @property
     def pages_total(self) -> int:
@@ -58,7 +60,9 @@ class MemoryPlan:
     def table(self) -> list[tuple[str, str]]:
         """Rows of the start-up table."""
         pages = " + ".join(str(count - 1) for count in self.num_pages)
+        shared = [("on each of", f"{self.num_devices} devices")] if self.num_devices > 1 else []
         return [
+            *shared,
             ("available", _mb(self.available)),
             ("weights", _mb(self.weights)),
             ("activations", _mb(self.activations)),
@@ -94,6 +98,7 @@ def plan_memory(
     recurrent: int = 0,
     host_fold: float = 0.0,
     is_shared: bool = False,
+    num_devices: int = 1,
 ) -> MemoryPlan:
     """Divide `available` bytes. `num_pages` overrides the pages of the largest group.
 
@@ -150,6 +155,7 @@ def plan_memory(
         longest=longest,
         total_tokens=tokens,
         host_pages=tuple(int((count - 1) * host_fold) for count in pages),
+        num_devices=num_devices,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from xjax.models.family import Family
 from xjax.sampling.logprobs import NUM_TOP
@@ -23,16 +24,18 @@ from xjax.state.kv import EngineState
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What is static in every shape of a model's step."""
+    """What is static in every shape of a model's step; `mesh` None for one device."""
 
     family: Family
     config: Any
     backend: str = "xla"
+    mesh: Mesh | None = None
 
     @property
     def identity(self) -> str:
         """Text that two equal specs share in any two processes."""
-        return f"{self.family.name}|{self.config!r}|{self.backend}"
+        mesh = None if self.mesh is None else tuple(self.mesh.shape.items())
+        return f"{self.family.name}|{self.config!r}|{self.backend}|{mesh}"
 
 
 def output_fields(shape: BatchShape, vocab_size: int) -> tuple[tuple[str, type, tuple[int, ...]], ...]:
@@ -72,14 +75,14 @@ def step(
     embeds   [Ne, E] that replace token embeddings, or None
     returns  the next state, and [output_fields(shape)] packed into one int32 vector
     """
-    batch, sampled = unpack(packed, shape, embeds=embeds, backend=spec.backend)
+    batch, sampled = unpack(packed, shape, embeds=embeds, backend=spec.backend, mesh=spec.mesh)
     batch = _with_own_tokens(batch, state)
     wanted = None if shape.pooled_dim else sampled.token  # a sum needs every token's hidden state
     hidden, state = spec.family.forward(params, spec.config, state, batch, wanted=wanted)
     pooled = None
     if shape.pooled_dim:
         pooled, hidden = _pool(hidden, batch, sampled.token), hidden[sampled.token]
-    logits = spec.family.logits(params, spec.config, hidden, backend=spec.backend)
+    logits = spec.family.logits(params, spec.config, hidden, backend=spec.backend, mesh=spec.mesh)
     choice = sample(logits, sampled, last_token=state.last_token, allowed=mask)
     state = replace(
         state,

@@ -138,14 +138,19 @@ class Mover:
         if key not in self._programs:
             pages = self._abstract[group]
             ids = jax.ShapeDtypeStruct((count,), np.int32)
+            outputs = jax.tree.map(lambda leaf: leaf.sharding, pages)  # each device moves its own heads
             if kind == "gather":
-                self._programs[key] = jax.jit(_gather).lower(pages, ids).compile()
+                self._programs[key] = jax.jit(_gather, out_shardings=outputs).lower(pages, ids).compile()
                 return self._programs[key]
             values = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), pages
+                lambda leaf: jax.ShapeDtypeStruct(
+                    (count, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding
+                ),
+                pages,
             )
             function, rest = (_copy, (ids, ids)) if kind == "copy" else (_scatter, (ids, values))
-            compiled = jax.jit(function, donate_argnums=0).lower(pages, *rest).compile()
+            jitted = jax.jit(function, donate_argnums=0, out_shardings=outputs)
+            compiled = jitted.lower(pages, *rest).compile()
             page_bytes = sum(
                 leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)
             )

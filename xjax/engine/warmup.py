@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh
 
 from xjax.config import compiler_environment
 from xjax.engine.audit import audit_donation
@@ -30,6 +31,7 @@ from xjax.engine.step import StepSpec, step
 from xjax.errors import EngineError, LoadError
 from xjax.kernels import attention, moe
 from xjax.state.batch import BatchShape, packed_length
+from xjax.state.mesh import replicated
 
 _STACK_BYTES = 64 << 20  # the compiler recurses deeply over unrolled layers
 _MISSES_TO_COMPILE = 32  # steps on a larger shape after which a shape gets a program of its own
@@ -178,6 +180,7 @@ def _runtime(device: Any) -> str:
 class ProgramTable:
     """Compiled steps by shape, for one model and one state.
 
+    `whole` is the sharding of what every device sees all of: a step's packed vector, masks, its output.
     Compile threads live only while there is something to compile, and end after what they are at
     when the table is closed or the process wants to end.
     """
@@ -208,7 +211,8 @@ class ProgramTable:
         leaves = jax.tree.leaves((self._params, self._state))
         described = "".join(f"{leaf.dtype}{leaf.shape}{leaf.sharding}" for leaf in leaves)
         tree = jax.tree.structure((self._params, self._state))
-        runtime = _runtime(_devices(self._state)[0])
+        self._devices, self.whole = _place(spec.mesh, self._state)
+        runtime = _runtime(self._devices[0])
         build = (source_digest(), jax.__version__, version("jaxlib"), _machine(), runtime, spec.identity)
         self._fixed = "|".join((*build, described, str(tree)))
 
@@ -319,11 +323,12 @@ class ProgramTable:
                 future.set_result(program)
 
     def _arguments(self, shape: BatchShape) -> tuple[Any, ...]:
-        packed = jax.ShapeDtypeStruct((packed_length(shape),), np.int32)
+        packed = jax.ShapeDtypeStruct((packed_length(shape),), np.int32, sharding=self.whole)
         arguments: tuple[Any, ...] = (self._params, self._state, packed)
         if shape.full:
             words = -(-self._spec.config.vocab_size // 32)
-            arguments += (jax.ShapeDtypeStruct((shape.num_sampled, words), np.int32),)
+            mask = jax.ShapeDtypeStruct((shape.num_sampled, words), np.int32, sharding=self.whole)
+            arguments += (mask,)
         return arguments
 
     def _make(self, shape: BatchShape) -> Program:
@@ -337,7 +342,7 @@ class ProgramTable:
         if self._cache is not None:
             in_tree = jax.tree.structure((arguments, {}))
             out_tree = jax.tree.structure((self._state, 0))
-            call = self._cache.load(key, in_tree, out_tree, _devices(self._state))
+            call = self._cache.load(key, in_tree, out_tree, self._devices)
             if call is not None:
                 return Program(shape, call, time.perf_counter() - began, True)
         self._report(started=1)
@@ -361,7 +366,8 @@ class ProgramTable:
     def _compile(self, shape: BatchShape, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, bool]:
         """Trace, lower, compile and audit; the second says whether the result can be saved."""
         function = partial(step, spec=self._spec, shape=shape)
-        jitted = jax.jit(function, donate_argnums=1, keep_unused=True)
+        outputs = (jax.tree.map(lambda leaf: leaf.sharding, self._state), self.whole)
+        jitted = jax.jit(function, donate_argnums=1, keep_unused=True, out_shardings=outputs)
         try:
             with self._lowering:
                 lowered = jitted.trace(*arguments).lower()
@@ -407,12 +413,12 @@ class _HitWatch:
 _hit_watch = _HitWatch()  # listeners are global to JAX, so there is one for the process
 
 
-def _devices(tree: Any) -> list[Any]:
-    """The devices that a tree lies on, in the order of its mesh."""
-    sharding = jax.tree.leaves(tree)[0].sharding
-    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.devices is not None:
-        return list(sharding.mesh.devices.flat)
-    return list(sharding.device_set)
+def _place(mesh: Mesh | None, tree: Any) -> tuple[list[Any], jax.sharding.Sharding]:
+    """The devices that a tree lies on, in a mesh's order, and the sharding of what each holds whole."""
+    if mesh is not None:
+        return list(mesh.devices.flat), replicated(mesh)
+    (device,) = set[Any]().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(tree)))
+    return [device], jax.sharding.SingleDeviceSharding(device)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

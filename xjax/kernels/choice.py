@@ -18,15 +18,17 @@ def choose_dtype(dtype: str, platform: str) -> str:
     return "float32" if platform == "cpu" else "bfloat16"
 
 
-def choose(kernels: str, platform: str) -> str:
-    """Name the backend for an option and a platform ("cpu", "gpu", "tpu").
+def choose(kernels: str, platform: str, num_devices: int = 1) -> str:
+    """Name the backend for an option, a platform ("cpu", "gpu", "tpu") and how many devices share a model.
 
-    "auto" takes Numba's kernels on a CPU that they are fast on. XLA's own operations are "xla" on a
-    CPU and "accelerator" elsewhere, where other forms of them are fast. Raises LoadError for kernels
-    that cannot run here.
+    "auto" takes Numba's kernels on a CPU that they are fast on, where it is one device. XLA's own
+    operations are "xla" on a CPU and "accelerator" elsewhere, where other forms of them are fast.
+    Raises LoadError for kernels that cannot run here.
     """
-    if kernels == "xla" or (kernels == "auto" and platform != "cpu"):
+    if kernels == "xla" or (kernels == "auto" and (platform != "cpu" or num_devices > 1)):
         return "xla" if platform == "cpu" else "accelerator"
+    if num_devices > 1:
+        raise LoadError(f"--kernels {kernels} is for one device: with --tensor-parallel take --kernels xla")
     if platform != "cpu":
         raise LoadError(f"--kernels {kernels} is for CPUs; this device is a {platform}: take --kernels xla")
     lack = _lack()

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from xjax.config import CacheSpec, PagedLayer, page_groups
 from xjax.errors import LoadError
 from xjax.models import layers
 from xjax.models.experts import Experts, read_gguf_experts
 from xjax.models.layers import LayerConfig, LayerParts, Params
+from xjax.models.layout import Layout
 from xjax.models.rope import Rope, angles
 from xjax.models.rope_settings import factors_from_gguf, rope_dim_from_gguf, rope_from_gguf, rope_from_hf
 from xjax.models.settings import Settings, check_heads, short
@@ -36,6 +38,7 @@ class Config:
     logit_scale      what logits are multiplied by, before final_soft_cap
     parts            which optional parts a layer has
     experts          None: every layer has an ordinary feed-forward
+    layout           how fused weights lie for the devices that share the model
     """
 
     num_layers: int
@@ -60,6 +63,7 @@ class Config:
     activation: str = "silu"
     parts: LayerParts = field(default_factory=LayerParts)
     experts: Experts | None = None
+    layout: Layout = field(default_factory=Layout)
 
     @property
     def layer_experts(self) -> tuple[Experts | None, ...]:
@@ -285,11 +289,14 @@ def forward(
     return (hidden, state, tuple(outputs)) if trace else (hidden, state)
 
 
-def logits(params: Params, config: Config, hidden: jax.Array, *, backend: str = "xla") -> jax.Array:
+def logits(
+    params: Params, config: Config, hidden: jax.Array, *, backend: str = "xla", mesh: Mesh | None = None
+) -> jax.Array:
     """Score every word.
 
     hidden   [J, E]   model dtype, as `forward` returns it
+    mesh     devices that share the model, or None; each gets all scores
     returns  [J, V]   float32
     """
     scale, cap = config.logit_scale, config.final_soft_cap
-    return layers.head_logits(params, hidden, scale=scale, soft_cap=cap, backend=backend)
+    return layers.head_logits(params, hidden, scale=scale, soft_cap=cap, backend=backend, mesh=mesh)

@@ -8,17 +8,19 @@ known here.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from xjax.errors import LoadError
 from xjax.kernels import moe
 from xjax.kernels.activation import gate
 from xjax.models.settings import Settings
-from xjax.state.mesh import ParamSpec
+from xjax.state.mesh import ParamSpec, on_shards
 from xjax.state.quantized import Weight, matmul
 
 
@@ -109,8 +111,9 @@ def mix(
     experts: Experts,
     activation: str,
     backend: str,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Pass each token through its experts.
+    """Pass each token through its experts; devices that share the model each through a part of every one.
 
     x         [N, E]   model dtype, after the norm
     is_real   [N]      bool; the others are padding, and pass no expert but the shared one
@@ -119,12 +122,25 @@ def mix(
     expert_id, weight = route(x, params.router, experts)
     expert_id = jnp.where(is_real[:, None], expert_id, experts.num_experts)
     stack, shared = params.experts, params.shared
-    out = moe.moe(x, expert_id, weight, stack.gate_up, stack.down, activation=activation, backend=backend)
+    run = partial(moe.moe, activation=activation, backend=backend)
+    is_split = mesh is not None and experts.ffn_dim % mesh.size == 0
+    run = on_shards(run, mesh if is_split else None, (None, None, None, 1, 2), result=None)
+    out = run(x, expert_id, weight, stack.gate_up, stack.down)
     if shared is None:
         return out
-    inner = gate(matmul(x, shared.gate_up, backend=backend), activation)
+    inner = gate_shards(matmul(x, shared.gate_up, backend=backend, mesh=mesh), activation, mesh)
     share = jax.nn.sigmoid(matmul(x, shared.gate, backend=backend).astype(jnp.float32))
-    return out + share.astype(x.dtype) * matmul(inner, shared.down, backend=backend)
+    return out + share.astype(x.dtype) * matmul(inner, shared.down, backend=backend, mesh=mesh, split=1)
+
+
+def gate_shards(inner: jax.Array, kind: str, mesh: Mesh | None) -> jax.Array:
+    """Activate gates and multiply the rest by them, as `gate` does; on a mesh each device its own part.
+
+    inner     [N, 2 * F]  gates, then the rest; on a mesh in a run of both for each device
+    returns   [N, F]
+    """
+    is_split = mesh is not None and inner.shape[1] // 2 % mesh.size == 0
+    return on_shards(partial(gate, kind=kind), mesh if is_split else None, (1,))(inner)
 
 
 def experts_specs(experts: Experts, embed_dim: int, **norms: Any) -> ExpertsParams:

@@ -15,14 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from xjax.kernels import attention, head, pages
-from xjax.kernels.activation import activate, gate
-from xjax.models.experts import Experts, ExpertsParams, experts_specs, mix
+from xjax.kernels.activation import activate
+from xjax.models.experts import Experts, ExpertsParams, experts_specs, gate_shards, mix
 from xjax.models.rope import rotate
 from xjax.state.batch import NO_POSITION, Batch
 from xjax.state.kv import LayerKV
-from xjax.state.mesh import ParamSpec
+from xjax.state.mesh import ParamSpec, joined, on_shards, whole
 from xjax.state.quantized import QuantizedArray, Weight, matmul
 
 
@@ -160,6 +161,7 @@ class Paging:
     num_decode: int = struct.field(pytree_node=False)
     tile: int = struct.field(pytree_node=False)
     backend: str = struct.field(pytree_node=False)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     def only(self, wanted: jax.Array) -> "Paging":
         """Let some tokens read, each on its own as decodes do.
@@ -175,7 +177,7 @@ def paging_of(batch: Batch, group: int) -> Paging:
     """Take the part of a batch that layers of one page group read."""
     return Paging(
         batch.write[group], batch.table[group], batch.row_of, batch.position,
-        batch.shape.num_decode, batch.shape.tile, batch.backend,
+        batch.shape.num_decode, batch.shape.tile, batch.backend, batch.mesh,
     )  # fmt: skip
 
 
@@ -250,7 +252,8 @@ def attention_half(
     num_kv, head_dim = config.num_kv_heads, config.head_dim
     group = config.num_heads // num_kv
     normed = norm(x, params.norm, params.norm_bias, config.norm_eps)
-    qkv = _add_bias(matmul(normed, params.qkv, backend=paging.backend), params.qkv_bias)
+    product = functools.partial(matmul, backend=paging.backend, mesh=paging.mesh)
+    qkv = _add_bias(product(normed, params.qkv), params.qkv_bias)
     qkv = qkv.reshape(x.shape[0], num_kv, group + 2, head_dim)
     q = qkv[:, :, :group].reshape(x.shape[0], config.num_heads, head_dim)
     k, v = qkv[:, :, group], qkv[:, :, group + 1]
@@ -259,15 +262,18 @@ def attention_half(
             _norm_heads(part, weight, config) for part, weight in ((q, params.q_norm), (k, params.k_norm))
         )
     q, k = rotate(q, *rope), rotate(k, *rope)
-    kv = LayerKV(*pages.write(kv.k, kv.v, k, v, paging.write, backend=paging.backend))
+    write = functools.partial(pages.write, backend=paging.backend)
+    kv = LayerKV(*on_shards(write, paging.mesh, (1, 1, 1, 1, None))(kv.k, kv.v, k, v, paging.write))
     if wanted is not None:
         x, q, paging = x[wanted], q[wanted], paging.only(wanted)
-    out = attention.attend(
-        q, kv.k, kv.v, paging.table, paging.row_of, paging.position,
-        num_decode=paging.num_decode, tile=paging.tile, scale=config.scale, window=config.window,
-        soft_cap=config.soft_cap, backend=paging.backend,
+    attend = functools.partial(
+        attention.attend, num_decode=paging.num_decode, tile=paging.tile, scale=config.scale,
+        window=config.window, soft_cap=config.soft_cap, backend=paging.backend,
     )  # fmt: skip
-    out = _add_bias(matmul(out.reshape(x.shape[0], -1), params.o, backend=paging.backend), params.o_bias)
+    out = on_shards(attend, paging.mesh, (1, 1, 1, None, None, None))(
+        q, kv.k, kv.v, paging.table, paging.row_of, paging.position
+    )
+    out = _add_bias(product(out.reshape(x.shape[0], -1), params.o, split=1), params.o_bias)
     return _add_residual(x, out, params.post_norm, config), kv
 
 
@@ -285,6 +291,7 @@ def feed_forward_half(
     *,
     config: LayerConfig,
     backend: str,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Pass each token through the network, or through its experts, and add the result.
 
@@ -296,12 +303,17 @@ def feed_forward_half(
     if isinstance(params, ExpertsParams):
         assert config.experts is not None
         out = mix(
-            params, normed, is_real, experts=config.experts, activation=config.activation, backend=backend
-        )
+            params, normed, is_real, experts=config.experts, activation=config.activation, backend=backend,
+            mesh=mesh,
+        )  # fmt: skip
         return _add_residual(x, out, params.post_norm, config)
-    inner = _add_bias(matmul(normed, params.gate_up, backend=backend), params.gate_up_bias)
-    inner = (gate if config.parts.is_gated else activate)(inner, config.activation)
-    out = _add_bias(matmul(inner, params.down, backend=backend), params.down_bias)
+    product = functools.partial(matmul, backend=backend, mesh=mesh)
+    inner = _add_bias(product(normed, params.gate_up), params.gate_up_bias)
+    if config.parts.is_gated:
+        inner = gate_shards(inner, config.activation, mesh)
+    else:
+        inner = activate(inner, config.activation)
+    out = _add_bias(product(inner, params.down, split=1), params.down_bias)
     return _add_residual(x, out, params.post_norm, config)
 
 
@@ -326,7 +338,10 @@ def decoder_layer(
     x, kv = attention_half(params.attention, kv, x, paging, rope, config=config, wanted=wanted)
     position = paging.position if wanted is None else paging.position[wanted]
     is_real = position != NO_POSITION
-    return feed_forward_half(params.feed_forward, x, is_real, config=config, backend=paging.backend), kv
+    x = feed_forward_half(
+        params.feed_forward, x, is_real, config=config, backend=paging.backend, mesh=paging.mesh
+    )
+    return x, kv
 
 
 def embed_tokens(embed: Weight, batch: Batch, scale: float | None = None) -> jax.Array:
@@ -339,7 +354,7 @@ def embed_tokens(embed: Weight, batch: Batch, scale: float | None = None) -> jax
     """
     if isinstance(embed, QuantizedArray):
         raise TypeError("the embedding must be an array: rows of codes cannot be looked up yet")
-    x = jnp.take(embed, batch.token_id, axis=0, mode="clip")
+    x = whole(jnp.take(embed, batch.token_id, axis=0, mode="clip"), batch.mesh)
     if scale is not None:
         x = x * jnp.asarray(scale, x.dtype)
     if batch.embeds is not None:
@@ -354,6 +369,7 @@ def head_logits(
     scale: float = 1.0,
     soft_cap: float | None = None,
     backend: str = "xla",
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Score every word with the head, or with the embedding where that is tied to it.
 
@@ -362,11 +378,12 @@ def head_logits(
     """
     weight = params.embed if params.head is None else params.head
     if scale == 1.0 and not isinstance(weight, QuantizedArray):
-        return head.logits(hidden, weight, soft_cap=soft_cap, backend=backend)
+        return joined(head.logits(hidden, weight, soft_cap=soft_cap, backend=backend), mesh)
     if isinstance(weight, QuantizedArray):
-        scores = matmul(hidden.astype(jnp.float32), weight, backend=backend)
+        scores = matmul(hidden.astype(jnp.float32), weight, backend=backend, mesh=mesh)
     else:
         scores = head.logits(hidden, weight, backend=backend)
+    scores = joined(scores, mesh)
     scores = scores if scale == 1.0 else scores * scale
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 

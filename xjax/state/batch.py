@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
 NO_TOKEN = -1  # token id: take the row's last sampled token from the state
 NO_POSITION = -1  # position of a padding token
@@ -266,10 +267,16 @@ class Batch:
     pool_mean: jax.Array
     shape: BatchShape = struct.field(pytree_node=False)
     backend: str = struct.field(pytree_node=False, default="xla")
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
 
 def unpack(
-    packed: jax.Array, shape: BatchShape, *, embeds: jax.Array | None = None, backend: str = "xla"
+    packed: jax.Array,
+    shape: BatchShape,
+    *,
+    embeds: jax.Array | None = None,
+    backend: str = "xla",
+    mesh: Mesh | None = None,
 ) -> tuple[Batch, Sampled]:
     """Slice the vector of `shape` inside a jit.
 
@@ -291,7 +298,7 @@ def unpack(
         position=values.pop("sample_position"),
         **{name: values.pop(name) for name in _SAMPLED_SAME_NAME},
     )
-    return Batch(**values, embeds=embeds, shape=shape, backend=backend), sampled
+    return Batch(**values, embeds=embeds, shape=shape, backend=backend, mesh=mesh), sampled
 
 
 _SAMPLED_SAME_NAME = (

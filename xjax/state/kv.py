@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from xjax.config import CacheSpec, PagedLayer, page_groups
+from xjax.state.mesh import page_sharding, replicated
 from xjax.state.recurrent import Recurrent, abstract_recurrent
 
 TRASH_PAGE = 0
@@ -73,6 +75,20 @@ def abstract_state(
 def allocate(abstract: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
     """Make the state, or the part of one, that `abstract` describes: zero, each leaf a buffer of its own."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), abstract)
+
+
+def place_state(abstract: EngineState, mesh: Mesh) -> EngineState:
+    """Give an abstract state its shardings: pages by kv head, the rest on every device."""
+
+    def put(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def put_layer(layer: LayerKV) -> LayerKV:
+        sharding = page_sharding(mesh, layer.k.shape[1])
+        return LayerKV(put(layer.k, sharding), put(layer.v, sharding))
+
+    rest = jax.tree.map(lambda leaf: put(leaf, replicated(mesh)), abstract.replace(kv=()))  # pyright: ignore[reportAttributeAccessIssue]
+    return rest.replace(kv=tuple(None if layer is None else put_layer(layer) for layer in abstract.kv))
 
 
 def state_bytes(abstract: EngineState) -> int:

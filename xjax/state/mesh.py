@@ -3,17 +3,18 @@
 A parameter is described once, by a `ParamSpec`: its shape, a logical axis for each dimension and
 how it is drawn. Abstract tree, shardings and random values are three views of such a tree. The
 mesh has one axis, over which kv heads, ffn rows and the vocabulary are split; a dimension whose
-units do not divide evenly is replicated. No model is known here.
+units do not divide evenly is replicated. Between parts that are split, activations are whole on
+every device. No model is known here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 TENSOR_AXIS = "tensor"
 SPLIT_AXES = frozenset({"kv_heads", "ffn", "vocab"})
@@ -40,7 +41,7 @@ class ParamSpec:
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """Lay devices (default: all) in a line, the axis that tensors are split over."""
     found = list(devices) if devices is not None else jax.devices()
-    return jax.make_mesh((len(found),), (TENSOR_AXIS,), devices=found)
+    return jax.make_mesh((len(found),), (TENSOR_AXIS,), (AxisType.Auto,), devices=found)
 
 
 def partition(spec: ParamSpec, mesh: Mesh) -> PartitionSpec:
@@ -86,3 +87,65 @@ def page_sharding(mesh: Mesh, num_kv_heads: int) -> NamedSharding:
     """Sharding of pages [P, K, S, D]: kv heads are split where they divide evenly, else replicated."""
     split = TENSOR_AXIS if num_kv_heads % mesh.shape[TENSOR_AXIS] == 0 else None
     return NamedSharding(mesh, PartitionSpec(None, split))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of what every device of a mesh holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def whole(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Let every device hold all of an array: sums that are spread over the mesh are added up here.
+
+    x        [...]   any dtype
+    returns  [...]   the same; without a mesh as it was
+    """
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, replicated(mesh))
+
+
+def joined(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Let every device hold all of an array whose last dimension is computed in parts, and put together here.
+
+    x        [N, V]   any dtype
+    returns  [N, V]   the same; without a mesh as it was
+
+    Said in two steps: of the result alone the compiler may conclude to put the weights together instead.
+    """
+    if mesh is None:
+        return x
+    if x.shape[-1] % mesh.size == 0:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, TENSOR_AXIS)))
+    return whole(x, mesh)
+
+
+def on_shards(
+    function: Callable[..., Any], mesh: Mesh | None, split: tuple[int | None, ...], *, result: int | None = 1
+) -> Callable[..., Any]:
+    """Let each device of a mesh run a function on the parts that it holds, as on arrays of its own.
+
+    split    for each argument the dimension that is split, evenly; None: every device sees it whole
+    result   the dimension in which results are parts; None: they are summed up
+
+    So a kernel, a black box to the compiler, is split as well. Without a mesh it is the function itself.
+    """
+    if mesh is None:
+        return function
+
+    def spec(axis: int | None) -> PartitionSpec:
+        return PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, TENSOR_AXIS)
+
+    def run(*arrays: Any) -> Any:
+        out = function(*arrays)
+        return out if result is not None else jax.lax.psum(out, TENSOR_AXIS)
+
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=tuple(map(spec, split)), out_specs=spec(result), check_vma=False
+    )
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes that a tree of arrays, or of ShapeDtypeStructs with shardings, takes on each device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -5,15 +5,17 @@ kernel does with codes is the business of `kernels/linear`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xjax.kernels import linear as kernels
 from xjax.kernels.linear.xla import dequantize, rows_at_a_time
+from xjax.state.mesh import TENSOR_AXIS, whole
 
 CODE_TYPES = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 GROUP_BY_KIND = {"int8": None, "int8_32": 32}
@@ -97,20 +99,49 @@ def to_float(w: Weight, dtype: jnp.dtype) -> jax.Array:
     return values if w.order is None else jnp.zeros_like(values).at[:, w.order].set(values)
 
 
-def matmul(x: jax.Array, w: Weight, *, backend: str = "xla") -> jax.Array:
+def matmul(
+    x: jax.Array, w: Weight, *, backend: str = "xla", mesh: Mesh | None = None, split: int = 0
+) -> jax.Array:
     """Multiply rows by transposed weights, whatever the weights are kept as.
 
     x        [N, In]    model dtype
     w        [Out, In]  array or QuantizedArray
+    mesh     devices that share it, or None
+    split    its dimension that is split over the mesh. 0: so is the result; 1: sums are added up
     returns  [N, Out]   dtype of x, accumulated in float32
     """
     if not isinstance(w, QuantizedArray):
-        return kernels.linear(x, w, backend=backend)
+        out = kernels.linear(x, w, backend=backend)
+        return whole(out, mesh) if split == 1 else out
+    if mesh is not None:
+        return _matmul_on(mesh, x, w, split, backend)
     if w.order is not None:
         x = jnp.take(x, w.order, axis=1, mode="clip")
     return kernels.linear_quantized(
         x, w.codes, w.scales, w.minimum, w.zeros, code_type=w.code_type, backend=backend
     )
+
+
+def _matmul_on(mesh: Mesh, x: jax.Array, w: QuantizedArray, split: int, backend: str) -> jax.Array:
+    """The same where each device multiplies the codes that it holds: a loop over blocks cannot be divided."""
+    product = partial(matmul, backend=backend)
+    if w.shape[split] % mesh.size:
+        return product(x, w)
+    axes = (TENSOR_AXIS, None) if split == 0 else (None, TENSOR_AXIS)
+    placed = spread(w, NamedSharding(mesh, PartitionSpec(*axes)))
+    if TENSOR_AXIS not in placed.codes.spec:  # pyright: ignore[reportAttributeAccessIssue]
+        return product(whole(x, mesh), w)
+    specs = jax.tree.map(lambda sharding: sharding.spec, placed)
+
+    def run(x: jax.Array, w: QuantizedArray) -> jax.Array:
+        out = product(x, w)
+        return out if split == 0 else jax.lax.psum(out, TENSOR_AXIS)
+
+    x_axes, out_axes = ((), (None, TENSOR_AXIS)) if split == 0 else ((None, TENSOR_AXIS), ())
+    in_specs = (PartitionSpec(*x_axes), specs)
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(*out_axes), check_vma=False
+    )(x, w)
 
 
 def working_bytes(arrays: Sequence[QuantizedArray]) -> int:

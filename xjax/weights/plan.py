@@ -13,7 +13,7 @@ from xjax.checkpoints.checkpoint import Checkpoint, QuantizedView, View
 from xjax.errors import LoadError
 from xjax.models.family import Family
 from xjax.state.mesh import ParamSpec
-from xjax.weights.fuse import Fuse, fuse_qkv, shift, stack, stack_experts
+from xjax.weights.fuse import Fuse, fuse_qkv, interleave, repeat_heads, shift, stack, stack_experts
 from xjax.weights.names import Names, names_for, text_name, unexplained
 
 _GATED = ("feed_forward.gate_up", "feed_forward.gate_up_bias", "feed_forward.shared.gate_up")
@@ -67,7 +67,9 @@ class Planner:
         numbers = range(spec.shape[0] if is_each else 1)
         views = tuple(self._find(name.format(i), spec.shape) for i in numbers for name in names)
         if field in ("feed_forward.experts.gate_up", "feed_forward.experts.down"):
-            shapes, fuse = _experts_recipe(spec, len(views), is_each)
+            is_gated = field.endswith("gate_up")
+            blocks = self._config.layout.blocks(spec.shape[1] // 2) if is_gated else 1
+            shapes, fuse = _experts_recipe(spec, len(views), is_each, blocks)
         else:
             shapes, fuse = self._recipe(field, spec, len(views))
         for view, shape in zip(views, shapes, strict=True):
@@ -92,15 +94,23 @@ class Planner:
     ) -> tuple[Sequence[tuple[int, ...]], Fuse]:
         """Shapes of the tensors of a field and the function that puts them together."""
         rest, naming, config = spec.shape[1:], self._naming, self._config
+        copies = config.layout.kv_copies
         if field in ("attention.qkv", "attention.qkv_bias"):
             heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
             pairs = config.rope.dim if (naming.gguf_pairs if self._is_gguf else naming.hf_pairs) else 0
-            fuse = partial(fuse_qkv, num_kv_heads=kv_heads, head_dim=dim, pairs=pairs)
+            fuse = partial(fuse_qkv, num_kv_heads=kv_heads, head_dim=dim, pairs=pairs, copies=copies)
+            counts = (heads, kv_heads // copies, kv_heads // copies)
             if num_tensors == 1:
-                return [spec.shape], fuse
-            return [(count * dim, *rest) for count in (heads, kv_heads, kv_heads)], fuse
-        if field in _GATED and num_tensors == 2:
-            return [(spec.shape[0] // 2, *rest)] * 2, stack
+                return [(sum(counts) * dim, *rest)], fuse
+            return [(count * dim, *rest) for count in counts], fuse
+        if field in _GATED and config.parts.is_gated:
+            size = spec.shape[0] // num_tensors
+            blocks = config.layout.blocks(spec.shape[0] // 2)
+            fuse = partial(interleave, blocks=blocks) if blocks > 1 else stack
+            return [(size, *rest)] * num_tensors, fuse
+        if field == "attention.k_norm" and config.parts.qk_norm == "whole" and copies > 1:
+            fuse = partial(repeat_heads, head_dim=config.head_dim, copies=copies)
+            return [(spec.shape[0] // copies,)], fuse
         offset = 0.0 if self._is_gguf or not field.endswith("norm") else naming.hf_norm_offset
         return [spec.shape], partial(shift, offset=offset) if offset else stack
 
@@ -125,10 +135,11 @@ class Planner:
 
 
 def _experts_recipe(
-    spec: ParamSpec, num_tensors: int, is_each: bool
+    spec: ParamSpec, num_tensors: int, is_each: bool, blocks: int
 ) -> tuple[Sequence[tuple[int, ...]], Fuse]:
     """The same of the experts' weights [X, Out, In]: stacks of all, or a tensor each."""
     count, rows, *rest = spec.shape
+    fuse = partial(stack_experts, blocks=blocks)
     if is_each:
-        return [(rows * count // num_tensors, *rest)] * num_tensors, stack_experts
-    return [(count, rows // num_tensors, *rest)] * num_tensors, stack_experts
+        return [(rows * count // num_tensors, *rest)] * num_tensors, fuse
+    return [(count, rows // num_tensors, *rest)] * num_tensors, fuse

@@ -151,7 +151,7 @@ def _shared_parameters(has_sampling: bool) -> list[inspect.Parameter]:
             text += f" ({', '.join(item.metadata['choices'])})"
         if item.default not in (None, False):
             text += f"; default: {item.default}"
-        flags = tuple(flag(name) for name in names)
+        flags = (*(flag(name) for name in names), *filter(None, [item.metadata.get("short")]))
         found.append(
             _parameter(item.name, _value_type(item.type), flags, help=text, rich_help_panel="Engine")
         )
