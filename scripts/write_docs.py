@@ -341,6 +341,7 @@ together; weights and pages are never sent.
   head and four query heads, goes on 1, 2 or 4 devices. Another N is refused with those that would do.
 - A feed-forward width or a vocabulary that N does not divide is held whole by every device. So are, of
   quantized matrices, inputs in an order of their own or in groups that N does not divide.
+- A converted model is laid out for N devices as it is read, whatever N; it is kept as for one.
 - Memory is planned for one device: `--num-pages` counts pages that all of them hold a part of.
 - `--kernels numba` is for one device.
 - A CPU stands for N devices, for a trial: that is slower than one. `LLM` and the command line see to that

@@ -20,7 +20,7 @@ from tests.paged import PagedRows, run_alone
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.engine.build import Model, load_model
 from xjax.errors import LoadError
-from xjax.models.layout import Layout, split_config
+from xjax.models.layout import Layout, split_config, whole_config
 from xjax.state.mesh import make_mesh
 from xjax.weights import fuse, plan
 
@@ -161,5 +161,6 @@ def test_what_follows_for_a_config():
     assert split_config(config, 1) is config
     assert split_config(config, 2).layout == Layout(2, 1)
     wide = split_config(config, 8)
+    assert whole_config(wide) == config and whole_config(config) is config
     assert (wide.num_kv_heads, wide.layout) == (8, Layout(8, 4))
     assert [wide.layout.blocks(size) for size in (64, 80, 60)] == [8, 8, 1]

@@ -48,3 +48,11 @@ def split_config(config: Any, num_devices: int) -> Any:
         )
     copies = max(num_devices // kv_heads, 1)
     return replace(config, num_kv_heads=kv_heads * copies, layout=Layout(num_devices, copies))
+
+
+def whole_config(config: Any) -> Any:
+    """Undo `split_config`: the config of the same model on one device."""
+    layout = config.layout
+    if layout == Layout():
+        return config
+    return replace(config, num_kv_heads=config.num_kv_heads // layout.kv_copies, layout=Layout())

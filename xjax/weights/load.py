@@ -22,12 +22,14 @@ import numpy as np
 from xjax.checkpoints.checkpoint import Checkpoint
 from xjax.models.family import Family
 from xjax.models.layers import Params
+from xjax.models.layout import whole_config
 from xjax.models.registry import load_config
 from xjax.state.quantized import QuantizedArray, spread
 from xjax.weights.codes import read_codes
 from xjax.weights.orbax import read_saved_config, restore_params
 from xjax.weights.plan import LeafPlan, Planner
 from xjax.weights.read import parts_of
+from xjax.weights.relay import lay_out, places_before
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -62,9 +64,16 @@ def load_params(
     """
     specs = family.specs(config)
     if checkpoint.saved is not None:
-        return restore_params(
-            checkpoint.saved, checkpoint.path, specs, dtype=dtype, sharding=sharding, progress=progress
+        kept = family.specs(whole_config(config))  # as one device wants it
+        params = restore_params(
+            checkpoint.saved,
+            checkpoint.path,
+            kept,
+            dtype=dtype,
+            sharding=places_before(kept, specs, sharding),
+            progress=progress,
         )
+        return lay_out(params, config, sharding)
     found, tree = jax.tree_util.tree_flatten_with_path(specs)
     planner = Planner(checkpoint, family, config)
     plans = [planner.plan(path, spec) for path, spec in found]
