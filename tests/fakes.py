@@ -19,6 +19,7 @@ from xjax.request import FinishReason, Request, SamplingParams, TokenEvent, Toke
 from xjax.scheduler import Moves, Plan, Scheduler, ScoreArrays, StepResult, Transfer
 
 POISON = 0xDEADBEEF
+COPIES = 10**6
 FLOAT_COLUMNS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
@@ -341,7 +342,7 @@ class FakeLoop:
     now            the fake clock, one second a step
     refused_steps  numbers of dispatches that raise at once
     broken_steps   numbers of dispatches whose results turn out to be lost, with all pages
-    broken_moves   serials of saves and loads that fail
+    broken_moves   serials of saves and loads that fail; those of copies count from `COPIES` on
     move_delay     steps after which the mover reports, by serial
     is_checked     whether the scheduler's own bookkeeping is verified after each step
     """
@@ -361,6 +362,7 @@ class FakeLoop:
         self._broken_moves, self._move_delay = broken_moves, move_delay
         self._moving: list[tuple[float, Callable[[], None]]] = []
         self.moved_pages = 0
+        self.num_failed_copies = 0
         self.num_forward = 0
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config, model)
@@ -423,7 +425,11 @@ class FakeLoop:
             is_done = self.device.save(transfer)
             self._report(transfer, lambda t, done=is_done: self.scheduler.swap.end_save(
                 t.serial, ok=done() and not self._broken_moves(t.serial)))  # fmt: skip
-        self.device.copy(moves)
+        if moves.num_copies and self._broken_moves(COPIES + self.num_dispatched):
+            self.scheduler.swap.fail_copies()
+            self.num_failed_copies += 1
+        else:
+            self.device.copy(moves)
         for transfer in moves.loads:
             if self._broken_moves(transfer.serial):
                 self.scheduler.swap.end_load(transfer.serial, ok=False)

@@ -98,6 +98,15 @@ def test_hits_and_swaps_change_nothing(name, jobs, references, request):
         assert stats["swap_out_bytes"] == stats["swap_out_pages"] * page_bytes
 
 
+def test_computing_again_changes_nothing(jobs, references, llama_kit):
+    engine = with_cache(llama_kit, preemption_mode="recompute", host_pages=None).engine()
+    for part, reference in zip(jobs[:2], references["llama"][:2], strict=True):
+        assert run_schedule(engine, part, reference).wrong == []
+    stats = engine.stats()
+    engine.close()
+    assert stats["recomputed_tokens"] > 100 and stats["prefix_hits"] >= 5 and not stats["swap_out_pages"]
+
+
 # ---- builds that are broken on purpose ---------------------------------------------------
 
 
@@ -194,3 +203,70 @@ def test_salts_and_clearing(llama_kit):
     engine.clear_cache()
     assert [cached(b"a"), cached()] == [0, 0]
     engine.close()
+
+
+def test_fifty_equal_prompts_compute_what_they_share_once(llama_kit):
+    prompt = np.random.default_rng(6).integers(0, VOCAB, 60).tolist()
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    engine = with_cache(llama_kit).engine()
+    client = Client(engine)
+    samples = [answer.wait()[0] for answer in [client.start(prompt, params) for _ in range(50)]]
+    stats = engine.stats()
+    engine.close()
+    assert all(sample.token_ids == samples[0].token_ids for sample in samples)
+    assert sorted(sample.events[0].num_cached_tokens for sample in samples) == [0] + [56] * 49
+    assert stats["prefill_tokens"] + stats["decode_tokens"] == 60 + 49 * 4 + 50 * 4
+    assert stats["prefix_hit_tokens"] == 49 * 56 and stats["recomputed_tokens"] == 0
+
+
+def test_users_who_take_turns_get_what_they_get_cold(llama_kit):
+    """8 users, 10 turns; a whole conversation takes 13 pages, of 39."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engines = [with_cache(llama_kit, **changes).engine() for changes in ({}, {"prefix_cache": False})]
+    warm, cold = map(Client, engines)
+    rng = np.random.default_rng(7)
+    talks = [rng.integers(0, VOCAB, 3).tolist() for _ in range(8)]
+    cached = 0
+    for _ in range(10):
+        users = rng.permutation(8).tolist()
+        answers = {user: warm.start(talks[user], params) for user in users}
+        for user in users:
+            (sample,) = answers[user].wait()
+            assert sample.token_ids == cold.run(talks[user], params).token_ids
+            cached += sample.events[0].num_cached_tokens
+            talks[user] += [*sample.token_ids, *rng.integers(0, VOCAB, 2).tolist()]
+    stats = [engine.stats() for engine in engines]
+    for engine in engines:
+        engine.close()
+        engine._scheduler.check()
+    forward = [item["prefill_tokens"] + item["decode_tokens"] for item in stats]
+    # Nobody is preempted at these lengths, so what was found is what was not computed.
+    assert stats[0]["preemptions"] == 0 and forward[1] - forward[0] == cached > 500
+    assert stats[1]["prefix_hits"] == 0
+
+
+@pytest.mark.parametrize("length", [4, 8, 60, 64])
+def test_prompts_of_exactly_full_pages(length, llama_kit):
+    prompt = np.random.default_rng(8).integers(0, VOCAB, length).tolist()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine = with_cache(llama_kit).engine()
+    first, second = (Client(engine).start(prompt, params, priority=i).wait()[0] for i in range(2))
+    engine.close()
+    assert second.token_ids == first.token_ids
+    assert second.events[0].num_cached_tokens == length - 4
+
+
+def test_prefixes_that_differ_in_the_last_token_of_a_page(llama_kit):
+    prompt = np.random.default_rng(9).integers(0, VOCAB, 40).tolist()
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engines = [with_cache(llama_kit, prefix_cache=on).engine() for on in (True, False)]
+    warm, cold = map(Client, engines)
+    warm.run(prompt, params)
+    for place in (3, 4, 19, 35, 36):
+        other = list(prompt)
+        other[place] = (other[place] + 1) % VOCAB
+        sample = warm.run(other, params)
+        assert sample.token_ids == cold.run(other, params).token_ids
+        assert sample.events[0].num_cached_tokens == place // 4 * 4
+    for engine in engines:
+        engine.close()

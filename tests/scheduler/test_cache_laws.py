@@ -34,6 +34,7 @@ MINIMA = {
     "retained_pages": 1000,
     "page_copies": 30,
     "recomputed_tokens": 2000,
+    "text_stops": 50,
     "aborts_preempted": 30,
     "aborts_decoding": 20,
     "ends_error": 100,

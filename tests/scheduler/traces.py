@@ -201,11 +201,17 @@ def make_cache_trace(seed: int) -> Trace:
             hunted.add(request.request_id)
     failing = rng.random() < 0.15
     numbers = [frozenset(rng.integers(1, 90, 2).tolist()) if failing else frozenset() for _ in range(2)]
-    return Trace(
+    trace = Trace(
         config, model, arrivals, aborts, {}, hunted, *numbers,
         broken_moves=0.3 if rng.random() < 0.2 else 0.0, move_delay=int(rng.choice([0, 0, 1, 5])),
         lookahead=bool(rng.random() < 0.8),
     )  # fmt: skip
+    names = [request.request_id for requests in arrivals.values() for request in requests]
+    stopped = [name for name in names if rng.random() < 0.15]
+    trace.text_stops.update(
+        {(name, 0): (int(rng.integers(1, 20)), int(rng.integers(0, 4))) for name in stopped}
+    )
+    return trace
 
 
 def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
@@ -261,6 +267,7 @@ def run_trace(trace: Trace, *, is_checked: bool = True) -> Run:
             _check_pages_at_once(loop.scheduler)
         step += 1
         assert step < last + 50 + 6 * work, "somebody starves"
+    run.counts["failed_copies"] += loop.num_failed_copies
     _check_end(loop, run)
     for request in accepted.values():
         for sample_id in range(request.sampling.n):
