@@ -13,7 +13,15 @@ This module knows no HTTP: the table that maps a class to a status lives in the 
 
 
 class XjaxError(Exception):
-    """Root of the tree; its text is one line that a user can act on."""
+    """Root of the tree; its text is one line that a user can act on, whatever a file put into it."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_as_line(message))
+
+
+def _as_line(text: str) -> str:
+    """Escape what would end the line or drive a terminal: names in a file may hold any character."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class RequestError(XjaxError):

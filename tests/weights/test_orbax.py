@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,14 @@ from tests.golden import families, quantized
 from tests.golden.checkpoints import write_folder, write_gguf
 from tests.golden.recipe import CASES, Case
 from xjax.checkpoints.checkpoint import open_checkpoint
-from xjax.checkpoints.saved import MANIFEST, SavedModel, describe_files, read_manifest, write_manifest
+from xjax.checkpoints.saved import (
+    MANIFEST,
+    SavedModel,
+    describe_files,
+    read_manifest,
+    seal,
+    write_manifest,
+)
 from xjax.errors import LoadError
 from xjax.models.layers import Params
 from xjax.models.registry import supported
@@ -361,13 +369,21 @@ def _weight_file(folder):
 def _edit(folder, change):
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_text(json.dumps(seal(manifest)))
 
 
 def _flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def _retouch(folder, key, old, new):
+    path = folder / MANIFEST
+    text = path.read_text()
+    changed = re.sub(rf'("{key}": "?){old}', rf"\g<1>{new}", text, count=1)
+    assert changed != text
+    path.write_text(changed)
 
 
 FILES = [
@@ -377,6 +393,8 @@ FILES = [
     (lambda f: _weight_file(f).write_bytes(_weight_file(f).read_bytes()[:-4]), "bytes, [0-9]+ were written"),
     (lambda f: _flip(_weight_file(f)), "not the bytes that were written"),
     (lambda f: _flip(f / "params/0/_METADATA"), "not the bytes that were written"),
+    (lambda f: _retouch(f, "theta", "1000000.0", "1000001.0"), "xjax_model.json: not what was written"),
+    (lambda f: _retouch(f, "dtype", "float32", "float16"), "xjax_model.json: not what was written"),
     (lambda f: (f / "config.json").unlink(), "config.json: missing"),
     (lambda f: _flip(f / "config.json"), "config.json: not the bytes"),
 ]

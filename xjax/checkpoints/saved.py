@@ -1,6 +1,7 @@
 """xjax's own form of a model: what `xjax convert` writes, as far as it can be told without JAX.
 
-    xjax_model.json        the manifest: what the model is, its arrays, size and checksum of every file
+    xjax_model.json        the manifest: what the model is, its arrays, size and checksum of every file and
+                           of itself
     params/0, 1, ...       the arrays, in parts that are saved and read as one
     config.json, ...       of a Hugging Face folder what tokenizer, template and defaults are read from
     metadata.gguf          of a GGUF file the same: its metadata, without tensors
@@ -25,6 +26,7 @@ PARAMS = "params"
 _FORMAT = "xjax model"
 _VERSION = 1  # of the format; a reader takes its own and older ones
 _CHUNK = 1 << 20
+_CHECKSUM = "crc32"
 _MAX_DIMS = 16
 _T = TypeVar("_T")
 
@@ -112,8 +114,14 @@ def check_files(folder: Path, saved: SavedModel, names: Iterable[str]) -> None:
 
 def write_manifest(folder: Path, saved: SavedModel) -> None:
     """Write the manifest of a folder in which everything else is."""
-    head = {"format": _FORMAT, "version": _VERSION}
-    (folder / MANIFEST).write_text(json.dumps(head | asdict(saved), indent=1) + "\n")
+    values = {"format": _FORMAT, "version": _VERSION, **asdict(saved)}
+    (folder / MANIFEST).write_text(json.dumps(seal(values), indent=1) + "\n")
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest with their checksum, which does not go by how they are laid out."""
+    kept = {key: value for key, value in values.items() if key != _CHECKSUM}
+    return kept | {_CHECKSUM: zlib.crc32(json.dumps(kept, sort_keys=True).encode())}
 
 
 def read_manifest(folder: Path) -> SavedModel:
@@ -133,6 +141,9 @@ def read_manifest(folder: Path) -> SavedModel:
             f"{path}: version {fields.count('version')} of the format, this xjax reads up to {_VERSION}; "
             "take a newer xjax, or convert the model again"
         )
+    # A setting that changed would give wrong numbers as quietly as a weight.
+    if fields.count(_CHECKSUM) != seal(fields.values)[_CHECKSUM]:
+        raise LoadError(f"{path}: not what was written; convert the model again")
     kind = fields.text("kind")
     if kind not in ("hf", "gguf"):
         raise fields.error("'kind' must be 'hf' or 'gguf'")
