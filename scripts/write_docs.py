@@ -263,13 +263,15 @@ What a file does not say:
   and Mistral's is one of `llama`: such a file is run with full attention, as llama.cpp does.
 - Mixtral's GGUF too is one of `llama`; that it has experts is read off it. Whether the weights of a token's
   experts are made to sum to one is known by family: not in `qwen2moe`, yes in the others, as in llama.cpp.
+- OLMo 3's GGUF is one of `olmo2`; that it has windows is read off it. A `rope.scaling.attn_factor`
+  there, which converters wrote for a while, is the whole of what YaRN multiplies by, as in `config.json`.
 - "longrope" and "dynamic" have other frequencies for long contexts than for short ones. Which are used
   goes by the longest sequence that the engine runs (`--max-model-len`, else the model's context) and never
   by the length of one sequence, so that no cached key changes its meaning. "longrope" takes its short list
   where the longest sequence lies within the original context. "dynamic" is plain up to the context that the
   model was trained for; `--max-model-len` may go up to `factor` times that, with the base of that length.
 
-Refused with a line that says so: vision towers' inputs, OLMo 3, and any architecture not listed.
+Refused with a line that says so: vision towers' inputs, and any architecture not listed.
 
 ## Tensor types
 

@@ -44,6 +44,8 @@ _BASES: dict[str, dict[str, Any]] = {
                 "logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True,
                 "tie_word_embeddings": True},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False},
+    "olmo3": {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 4,
+              "rope_theta": 500000.0, "sliding_window": 9, "attention_bias": False, "pad_token_id": 0},
     "starcoder2": {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2",
                    "norm_epsilon": 2.0**-16, "rms_norm_eps": None, "hidden_act": "gelu_pytorch_tanh",
                    "use_bias": True, "sliding_window": None},
@@ -116,6 +118,11 @@ FAMILY_CASES = {
         FamilyCase("glm4_biases", {}),
         FamilyCase("granite_biases", {}),
         FamilyCase("olmo2_gqa", {}),
+        FamilyCase("olmo3_windows", {}),
+        FamilyCase("olmo3_biases", {
+            "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"],
+            "attention_bias": True, "tie_word_embeddings": True,
+            "rope_scaling": {**_YARN, "factor": 8.0, "attention_factor": 1.25}}, 44, 24),
         FamilyCase("starcoder2_biases", {}),
         FamilyCase("starcoder2_window", {
             "sliding_window": 9, "use_bias": False, "tie_word_embeddings": True}),
@@ -140,6 +147,11 @@ FAMILY_CASES = {
                 **_YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5}}, 2100, 24),
         FamilyCase("phi3_far", {
             **_PHI4, "num_hidden_layers": 1, "original_max_position_embeddings": 1024}, 2100, 24),
+        FamilyCase("olmo3_far", {
+            "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+            "rope_theta": None, "rope_parameters": {
+                "full_attention": {**_YARN, "rope_theta": 20000.0, "attention_factor": 1.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}, 2100, 24),
         FamilyCase("glm4_far", {
             **_FAR, "attention_bias": False, "rope_theta": None, "partial_rotary_factor": None,
             "rope_parameters": {

@@ -19,7 +19,7 @@ from tests.golden.recipe import weights
 _ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3, "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "phi3": gguf.MODEL_ARCH.PHI3, "glm4": gguf.MODEL_ARCH.GLM4, "granite": gguf.MODEL_ARCH.GRANITE,
-    "olmo2": gguf.MODEL_ARCH.OLMO2, "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "olmo2": gguf.MODEL_ARCH.OLMO2, "olmo3": gguf.MODEL_ARCH.OLMO2, "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
 }  # fmt: skip
@@ -95,6 +95,7 @@ def _write_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope.get("rope_theta", config["rope_theta"]))
     if config["rms_norm_eps"] is not None:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -151,6 +152,16 @@ def _write_granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_logit_scale(config["logits_scaling"])
 
 
+def _write_olmo3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    rule = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    writer.add_sliding_window_pattern(
+        [kind == "sliding_attention" for kind in config.get("layer_types", rule)]
+    )
+    if "rope_parameters" in config:
+        writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+
+
 def _write_mixtral(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_rope_dimension_count(config["head_dim"])
@@ -167,4 +178,5 @@ def _write_qwen_moe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 _EXTRAS = {"gemma2": _write_gemma2, "phi3": _write_phi3, "glm4": _write_glm4, "granite": _write_granite,
-           "mixtral": _write_mixtral, "qwen2moe": _write_qwen_moe, "qwen3moe": _write_qwen_moe}  # fmt: skip
+           "olmo3": _write_olmo3, "mixtral": _write_mixtral,
+           "qwen2moe": _write_qwen_moe, "qwen3moe": _write_qwen_moe}  # fmt: skip

@@ -25,8 +25,8 @@ EVERY = {**FAMILY_CASES, **CASES}
 # One of each architecture, and those in which most can be rounded.
 NAMES = (
     "llama_mha_biases", "mistral_window", "ministral_mixed", "qwen2_tied", "qwen3_tied", "gemma2_caps",
-    "gemma_soft_cap", "phi3_mini4", "glm4_biases", "granite_biases", "olmo2_gqa", "starcoder2_biases",
-    "mixtral_top2", "qwen2moe_shared", "qwen3moe_tied",
+    "gemma_soft_cap", "phi3_mini4", "glm4_biases", "granite_biases", "olmo2_gqa", "olmo3_windows",
+    "starcoder2_biases", "mixtral_top2", "qwen2moe_shared", "qwen3moe_tied",
 )  # fmt: skip
 
 

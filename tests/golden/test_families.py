@@ -34,8 +34,8 @@ NUMBA = NUMBA if importlib.util.find_spec("numba") else []
 # What a GGUF can hold: a window of every layer, Mistral's or StarCoder2's, is not in the format.
 IN_GGUF = [
     "qwen2_tied", "qwen3_tied", "gemma2_caps", "phi3_short", "phi3_long", "phi3_plain", "phi3_mini4",
-    "glm4_biases", "granite_biases", "olmo2_gqa", "starcoder2_biases", "qwen2_yarn", "qwen3_yarn", "phi3_far",
-    "mixtral_top2", "qwen2moe_shared", "qwen3moe_tied",
+    "glm4_biases", "granite_biases", "olmo2_gqa", "olmo3_windows", "olmo3_far", "starcoder2_biases",
+    "qwen2_yarn", "qwen3_yarn", "phi3_far", "mixtral_top2", "qwen2moe_shared", "qwen3moe_tied",
 ]  # fmt: skip
 
 
@@ -125,7 +125,8 @@ def test_far_positions(name):
 def test_gguf(name):
     family, config, params = load(name, kind="gguf")
     folder_family, folder_config, folder_params = model(name)
-    assert family is folder_family or name.startswith("mixtral")  # in a GGUF it is a Llama with experts
+    # In a GGUF Mixtral is a Llama with experts, OLMo 3 an OLMo 2 with a window.
+    assert family is folder_family or name.startswith(("mixtral", "olmo3"))
     for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(folder_params), strict=True):
         np.testing.assert_array_equal(found, wanted)
     if name == "gemma2_caps":  # not in the file; llama.cpp too has it by the number of layers
@@ -158,6 +159,10 @@ def _set(**fields: Any) -> Any:
 
 def _rope(**fields: Any) -> Any:
     return lambda c, p: (dataclasses.replace(c, rope=dataclasses.replace(c.rope, **fields)), p)
+
+
+def _local_rope(**fields: Any) -> Any:
+    return lambda c, p: (dataclasses.replace(c, local_rope=dataclasses.replace(c.local_rope, **fields)), p)
 
 
 def _on_experts(change: Any) -> Any:
@@ -219,6 +224,22 @@ MUTATIONS: dict[str, tuple[str, Any]] = {
     "OLMo 2 attention post norm": ("olmo2_gqa", _on_attention(NO_POST_NORM)),
     "OLMo 2 norm behind, not before": (
         "olmo2_gqa", _on_feed_forward(lambda f: f.replace(norm=f.post_norm, post_norm=None))),
+    "OLMo 3 q and k norm": ("olmo3_windows", _on_attention(lambda a: a.replace(q_norm=None, k_norm=None))),
+    "OLMo 3 attention post norm": ("olmo3_windows", _on_attention(NO_POST_NORM)),
+    "OLMo 3 norm behind, not before": (
+        "olmo3_windows", _on_feed_forward(lambda f: f.replace(norm=f.post_norm, post_norm=None))),
+    "OLMo 3 window": ("olmo3_windows", _set(windows=(None,) * 4)),
+    "OLMo 3 window width": ("olmo3_windows", _set(windows=(8, 8, 8, None))),
+    "OLMo 3 every fourth layer": ("olmo3_windows", _set(windows=(9, 9, 9, 9))),
+    "OLMo 3 layer types": ("olmo3_biases", _set(windows=(9, None))),
+    "OLMo 3 biases": ("olmo3_biases", _on_attention(_zero("qkv_bias"))),
+    "OLMo 3 o bias": ("olmo3_biases", _on_attention(_zero("o_bias"))),
+    "OLMo 3 plain rotation in windows": ("olmo3_biases", _set(local_rope=None)),
+    "OLMo 3 YaRN of full layers": ("olmo3_biases", _rope(kind="default")),
+    "OLMo 3 attention factor": ("olmo3_biases", _rope(scale=1.0)),
+    "OLMo 3 rope base": ("olmo3_biases", _rope(theta=10000.0)),
+    "OLMo 3 window rope base": ("olmo3_far", _local_rope(theta=20000.0)),
+    "OLMo 3 far YaRN": ("olmo3_far", _rope(kind="default")),
     "StarCoder2 attention norm bias": ("starcoder2_biases", _on_attention(_zero("norm_bias"))),
     "StarCoder2 feed-forward norm bias": ("starcoder2_biases", _on_feed_forward(_zero("norm_bias"))),
     "StarCoder2 last norm bias": (

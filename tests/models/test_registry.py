@@ -15,6 +15,7 @@ from xjax.models import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen2_moe,
@@ -23,6 +24,7 @@ from xjax.models import (
     starcoder2,
 )  # fmt: skip
 from xjax.models.registry import family_for, load_config, supported
+from xjax.models.rope import Rope
 
 LLAMA, GEMMA = CASES["llama_tied"].config, CASES["gemma_tied"].config
 
@@ -82,6 +84,10 @@ def test_nested_rope_parameters():
         ("gemma2_caps", {}, (9, None)),
         ("phi3_short", {}, (9, 9)),
         ("phi3_plain", {}, (None, None)),
+        ("olmo3_windows", {}, (9, 9, 9, None)),
+        ("olmo3_windows", {"num_hidden_layers": 5}, (9, 9, 9, None, 9)),
+        ("olmo3_biases", {}, (None, 9)),
+        ("olmo2_gqa", {"sliding_window": 9}, (None, None)),  # the reference has no windows there
         ("starcoder2_window", {}, (9, 9)),
     ],
 )
@@ -96,6 +102,18 @@ def test_a_window_as_wide_as_the_context_keeps_the_local_base():
     config = gemma3.config_from_hf(GEMMA | {"sliding_window": 4096})
     assert config.layer_windows == (None,) * 7
     assert config.local_layers == (True,) * 5 + (False, True)
+
+
+def test_flat_rope_settings_of_olmo3():
+    """The base is one of both kinds of layers, the scaling that of full ones alone."""
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    flat = plain("olmo3_windows") | {"rope_theta": 2e4, "rope_scaling": rope}
+    nested = flat | {"rope_theta": None, "rope_scaling": None, "rope_parameters": {
+        "full_attention": rope | {"rope_theta": 2e4}, "sliding_attention": {"rope_theta": 2e4},
+    }}  # fmt: skip
+    config = olmo3.config_from_hf(flat)
+    assert config == olmo3.config_from_hf(nested)
+    assert (config.rope.kind, config.local_rope) == ("yarn", Rope(8, 2e4))
 
 
 BROKEN = [
@@ -128,6 +146,9 @@ BROKEN = [
     (gemma2, plain("gemma2_caps"), {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
     (gemma2, plain("gemma2_caps"), {"use_bidirectional_attention": True}, "bidirectional"),
     (granite, plain("granite_biases"), {"logits_scaling": 0}, "logits_scaling"),
+    (olmo3, plain("olmo3_windows"), {"sliding_window": 0}, "sliding_window"),
+    (olmo3, plain("olmo3_windows"), {"layer_types": ["full_attention"]}, "layer_types"),
+    (olmo3, plain("olmo3_windows"), {"rope_parameters": {"full_attention": 1}}, "full_attention must be an"),
     (starcoder2, plain("starcoder2_biases"), {"norm_epsilon": 0}, "norm_epsilon"),
     (phi3, plain("phi3_long"), {"rope_scaling": {"type": "longrope"}}, "long_factor must be a list of 8"),
     (phi3, plain("phi3_long"), {"partial_rotary_factor": 0.5}, "long_factor must be a list of 4"),
@@ -166,11 +187,39 @@ GGUF = {
     "context_length": 256, "vocab_size": 47,
 }  # fmt: skip
 
+PATTERN_KEY = "attention.sliding_window_pattern"
+PATTERN = {"attention.sliding_window": 9}
+
+
+def test_windows_of_an_olmo2_gguf():
+    """With a window it is an OLMo 3, whose window layers rotate without the others' scaling."""
+
+    def read(**changes):
+        return olmo2.config_from_gguf({f"olmo2.{key}": value for key, value in (GGUF | changes).items()}, {})
+
+    assert read().windows == read(**{"attention.sliding_window": 0}).windows == ()
+    five = PATTERN | {"block_count": 5}
+    assert read(**five).windows == (9, 9, 9, None, 9)
+    assert read(**five, **{PATTERN_KEY: 2}).windows == (9, None, 9, None, 9)
+    flags = np.asarray([False, True, True, False, True])
+    assert read(**five, **{PATTERN_KEY: flags}).windows == (None, 9, 9, None, 9)
+    yarn = PATTERN | {
+        "rope.freq_base": 2e4, "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0,
+        "rope.scaling.attn_factor": 1.25,
+    }  # fmt: skip
+    config = read(**yarn)
+    assert (config.rope.kind, config.rope.scale, config.local_rope) == ("yarn", 1.25, Rope(16, 2e4))
+    assert read(**yarn, **{"rope.scaling.yarn_attn_factor": 1.5}).rope.scale == 1.5
+    assert read(**yarn, **{"rope.freq_base_swa": 1e4}).local_rope == Rope(16, 1e4)
+
 
 @pytest.mark.parametrize(
     ("family", "changes", "tensors", "words"),
     [
-        (olmo2, {"attention.sliding_window": 9}, (), "OLMo 3"),
+        (olmo2, {"attention.sliding_window": 1.5}, (), "sliding_window must be an integer"),
+        (olmo2, PATTERN | {PATTERN_KEY: np.ones(3, bool)}, (), "pattern must be 2 flags"),
+        (olmo2, PATTERN | {PATTERN_KEY: np.ones(2, np.int32)}, (), "pattern must be 2 flags"),
+        (olmo2, PATTERN | {PATTERN_KEY: "4"}, (), "pattern must be an integer"),
         (llama, {}, ("rope_factors_long.weight",), "long rotary factors"),
         (llama, {"rope.dimension_count": 8}, (), "rope.dimension_count must be the head size, 16"),
         (qwen3, {"expert_count": 8}, (), "this architecture has no experts"),

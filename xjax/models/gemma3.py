@@ -14,8 +14,7 @@ from xjax.models.decoder import Config, read_gguf, read_hf
 from xjax.models.family import Family
 from xjax.models.gemma2 import NAMING
 from xjax.models.layers import LayerParts
-from xjax.models.rope import Rope
-from xjax.models.rope_settings import rope_from_gguf, rope_from_hf
+from xjax.models.rope_settings import rope_from_gguf, rope_from_hf, ropes_from_hf
 from xjax.models.settings import Settings
 
 _LOCAL_THETA = 10000.0  # GGUF files do not hold it
@@ -39,7 +38,12 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
         raise LoadError(
             "config.json: Gemma 3 with attention soft caps or bidirectional attention is not supported"
         )
-    rope, local_rope = _hf_ropes(get, head_dim)
+    rope, local_rope = ropes_from_hf(
+        get,
+        dim=head_dim,
+        theta=get.number("rope_theta", 1e6),
+        local_theta=get.number("rope_local_base_freq", _LOCAL_THETA),
+    )
     window = get.integer("sliding_window", 4096)
     pattern = get.integer("sliding_window_pattern", _WINDOW_PATTERN)
     has_bias = get.flag("attention_bias", False)
@@ -58,23 +62,6 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
 
 def _parts(has_bias: bool) -> LayerParts:
     return LayerParts(qkv_bias=has_bias, o_bias=has_bias, qk_norm="head", post_norms=True)
-
-
-def _hf_ropes(get: Settings, head_dim: int) -> tuple[Rope, Rope]:
-    """Read both rotary settings, in the flat form or the one nested by layer kind."""
-    nested, context = get.table("rope_parameters"), get.integer("max_position_embeddings")
-    if nested is not None and "full_attention" in nested:
-        both = Settings(nested, "config.json")
-        return (
-            rope_from_hf(both.table("full_attention"), dim=head_dim, theta=1e6, context=context),
-            rope_from_hf(both.table("sliding_attention"), dim=head_dim, theta=_LOCAL_THETA, context=context),
-        )
-    scaling, theta = nested or get.table("rope_scaling"), get.number("rope_theta", 1e6)
-    local_theta = get.number("rope_local_base_freq", _LOCAL_THETA)
-    return (
-        rope_from_hf(scaling, dim=head_dim, theta=theta, context=context),
-        rope_from_hf(None, dim=head_dim, theta=local_theta),
-    )
 
 
 def _window(layer_id: int, window: int, pattern: int) -> int | None:

@@ -19,6 +19,7 @@ from xjax.models import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen2_moe,
@@ -63,6 +64,7 @@ _FAMILIES = (
     Entry("GLM-4-0414", glm4, ("Glm4ForCausalLM",), ("glm4",)),
     Entry("Granite 3", granite, ("GraniteForCausalLM",), ("granite",)),
     Entry("OLMo 2", olmo2, ("Olmo2ForCausalLM",), ("olmo2",)),
+    Entry("OLMo 3", olmo3, ("Olmo3ForCausalLM",), ()),
     Entry("StarCoder2", starcoder2, ("Starcoder2ForCausalLM",), ("starcoder2",)),
 )
 

@@ -45,6 +45,25 @@ def rope_from_hf(
     return _checked(get.source, lambda: _READERS[kind](get, dim, theta, context, original))
 
 
+def ropes_from_hf(get: Settings, *, dim: int, theta: float, local_theta: float) -> tuple[Rope, Rope]:
+    """Read the settings of full layers and of window layers, nested by layer kind or flat.
+
+    theta, local_theta   bases where the settings have none
+
+    Flat scaling is that of full layers alone.
+    """
+    nested, context = get.table("rope_parameters"), get.integer("max_position_embeddings", 2048)
+    if nested is not None and "full_attention" in nested:
+        both = Settings(nested, "config.json")
+        scaling, local = both.table("full_attention"), both.table("sliding_attention")
+    else:
+        scaling, local = nested or get.table("rope_scaling"), None
+    return (
+        rope_from_hf(scaling, dim=dim, theta=theta, context=context),
+        rope_from_hf(local, dim=dim, theta=local_theta, context=context),
+    )
+
+
 def _checked(source: str, read: Callable[[], Rope]) -> Rope:
     """What `read` returns. Raises LoadError when it gives frequencies that no angle can be made of."""
     try:
