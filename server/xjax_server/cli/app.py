@@ -20,7 +20,7 @@ from typer.main import get_command
 
 import xjax
 from xjax.errors import XjaxError
-from xjax_server.cli import bench, chat, convert, generate, models, pull, serve
+from xjax_server.cli import bench, chat, convert, debug, generate, models, pull, serve
 from xjax_server.cli.terminal.console import PIPE_CLOSED, drop, flush, print_error, set_up_streams, write
 from xjax_server.interrupts import is_compiling, was_interrupted
 
@@ -39,6 +39,7 @@ app.command("pull")(pull.pull)
 app.command("models")(models.models)
 app.command("convert")(convert.convert)
 app.add_typer(bench.app, name="bench")
+app.add_typer(debug.app, name="debug")
 
 
 @app.callback(invoke_without_command=True)
