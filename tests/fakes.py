@@ -362,7 +362,7 @@ class FakeLoop:
         self._broken_moves, self._move_delay = broken_moves, move_delay
         self._moving: list[tuple[float, Callable[[], None]]] = []
         self.moved_pages = 0
-        self.num_failed_copies = 0
+        self.num_moves = self.num_failed_copies = 0
         self.num_forward = 0
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config, model)
@@ -425,7 +425,8 @@ class FakeLoop:
             is_done = self.device.save(transfer)
             self._report(transfer, lambda t, done=is_done: self.scheduler.swap.end_save(
                 t.serial, ok=done() and not self._broken_moves(t.serial)))  # fmt: skip
-        if moves.num_copies and self._broken_moves(COPIES + self.num_dispatched):
+        self.num_moves += 1
+        if moves.num_copies and self._broken_moves(COPIES + self.num_moves):
             self.scheduler.swap.fail_copies()
             self.num_failed_copies += 1
         else:

@@ -40,6 +40,7 @@ class Roster:
             on_lost=self._lose,
             on_unload=self._unload,
             on_found=self.prefix.count_landed,
+            on_uncopied=self._leave_shared,
         )
         self.line = WaitingLine()
         self.running: list[Sequence] = []
@@ -149,6 +150,14 @@ class Roster:
         if sequence.cache.swapped is None:
             self._restart(sequence)
         self._send_back(sequence)
+
+    def _leave_shared(self, sequence: Sequence) -> None:
+        """A page that its request shares could not be copied for a sample: nobody tries that again."""
+        group = self.group_of(sequence)
+        if group.shared is not None:
+            group.drop(self.book)
+            self._sharing.remove(group)
+        self._unload(sequence)
 
     def forget_all(self) -> None:
         """Nothing that was in pages is left: neither the index nor a waiting sequence may go on from it."""

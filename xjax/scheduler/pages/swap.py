@@ -55,9 +55,10 @@ class _Copy:
 class SwapBook:
     """Moves under way, by serial.
 
-    on_lost     called with a sequence whose pages on the host are gone: it must compute again
-    on_unload   called with a running sequence whose load failed: it must go back to the line
-    on_found    called with a sequence and how many pages of its prefix came from the host
+    on_lost       called with a sequence whose pages on the host are gone: it must compute again
+    on_unload     called with a running sequence whose load failed: it must go back to the line
+    on_found      called with a sequence and how many pages of its prefix came from the host
+    on_uncopied   called with a running sequence that did not get the copy of a page
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class SwapBook:
         on_lost: Callable[[Sequence], None],
         on_unload: Callable[[Sequence], None],
         on_found: Callable[[Sequence, int], None],
+        on_uncopied: Callable[[Sequence], None],
     ) -> None:
-        self._book, self._on_lost, self._on_unload, self._on_found = book, on_lost, on_unload, on_found
+        self._book, self._on_lost, self._on_unload = book, on_lost, on_unload
+        self._on_found, self._on_uncopied = on_found, on_uncopied
         # Recurrent state would have to go along; it comes with the families that have some.
         self._can_swap = not config.has_recurrent
         self._retains = config.prefix_cache
@@ -279,7 +282,7 @@ class SwapBook:
         """The mover could not make the copies that it took last: who was to have one begins anew."""
         for sequence in self._copied:
             if sequence.status is Status.RUNNING:
-                self._on_unload(sequence)
+                self._on_uncopied(sequence)
         self._copied = []
 
     # ---- either way ----
