@@ -32,6 +32,7 @@ LATE_IMPORTS = {
     "orbax": "seconds to import, and needed for converted checkpoints only",
     "torch": "not a dependency",
     "uvicorn": "needed by one command only",
+    "xjax_server.cli.terminal.divergence": "imports tokenizers and jinja2, for one command",
 }
 READS_ENVIRONMENT = {
     "xjax/config.py": "the one reader of our variables",
