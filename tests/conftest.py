@@ -4,10 +4,12 @@ JAX is configured through its environment variables, before anything imports it,
 of the host tower never load it and programs that a test starts run under the same rules.
 """
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,28 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "compiled"))
 os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".cache" / "numba"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+
+# A process may have 65,530 mappings on Linux, and each compiled program takes some; past that the compiler
+# ends the process. Half of them leaves room for the largest module.
+MOST_MAPPINGS = 30_000
+
+
+def _num_mappings() -> int:
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_let_go() -> Iterator[None]:
+    """Drop JAX's compiled programs behind a module when there are many; they are in the cache on disk."""
+    yield
+    if "jax" in sys.modules and _num_mappings() > MOST_MAPPINGS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 def _model(name: str) -> Path:
