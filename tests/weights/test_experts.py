@@ -1,6 +1,7 @@
 """Weights of experts out of every form of file, and what is wrong with them by name."""
 
 import json
+import re
 
 import gguf
 import jax
@@ -11,7 +12,7 @@ import safetensors.flax
 import safetensors.numpy
 
 from tests.golden.checkpoints import write_folder
-from tests.golden.families import FAMILY_CASES
+from tests.golden.families import FAMILY_CASES, FamilyCase
 from tests.golden.gguf_families import write_family
 from tests.golden.recipe import weights
 from xjax.checkpoints.checkpoint import open_checkpoint
@@ -51,6 +52,39 @@ def change(folder, edit, **config):
     safetensors.numpy.save_file(tensors, path)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | config))
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf", "old gguf"])
+def test_a_single_expert(form, tmp_path):
+    """Its matrix is no stack of one, nor a row of one."""
+    case = FAMILY_CASES["mixtral_top2"]
+    single = SingleExpert(case.name, {"num_local_experts": 1, "num_experts_per_tok": 1})
+    if form == "hf":
+        path = write_folder(single, tmp_path)
+    else:
+        path = write_family(single, tmp_path / "m.gguf", is_old=form == "old gguf")
+    stack, named = load(path).layers[0].feed_forward.experts, weights(single)
+    prefix = "model.layers.0.block_sparse_moe.experts.0."
+    np.testing.assert_array_equal(stack.down, named[prefix + "w2.weight"][None])
+    gate_up = np.concatenate([named[f"{prefix}w{i}.weight"] for i in (1, 3)])
+    np.testing.assert_array_equal(stack.gate_up, gate_up[None])
+
+
+class SingleExpert(FamilyCase):
+    """A case with the first expert alone."""
+
+    @property
+    def shapes(self):
+        """Shape of every tensor, by its Hugging Face name."""
+        found = {
+            name: shape
+            for name, shape in super().shapes.items()
+            if re.search(r"\.experts\.[1-9]", name) is None
+        }
+        return {
+            name: (1, *shape[1:]) if name.endswith("moe.gate.weight") else shape
+            for name, shape in found.items()
+        }
 
 
 def test_layout(folder):

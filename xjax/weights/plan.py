@@ -87,7 +87,8 @@ class Planner:
         self._used.add(name)
         view = self._views[name]
         # Some files have a matrix of one row as a vector.
-        return replace(view, shape=tuple(shape)) if (1, *view.shape) == shape else view
+        is_row = len(view.shape) == 1 and (1, *view.shape) == shape
+        return replace(view, shape=tuple(shape)) if is_row else view
 
     def _recipe(
         self, field: str, spec: ParamSpec, num_tensors: int
