@@ -124,7 +124,7 @@ def break_no_copy_on_the_device(patch):
 
 def break_layers_swapped(patch):
     whole = HostPages.read
-    patch.setattr(HostPages, "read", lambda self, slots: whole(self, slots)[::-1])
+    patch.setattr(HostPages, "read", lambda self, *given: whole(self, *given)[::-1])
 
 
 def break_one_page_too_many(patch):

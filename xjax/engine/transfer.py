@@ -5,9 +5,10 @@
     load   host slots -> staging -> scatter into the donated state
 
 Everything is dispatched before the step that was planned with it, so the device's own order keeps a page
-from being written before it was read. Counts come in runs of 64, 16, 4 and 1 pages, each with a compiled
-program; while programs are made ahead, moves take those that are there. What a program donates is audited
-as a step is. Knows no sequence.
+from being written before it was read. Counts come in runs of 64 (not on CPU), 16, 4 and 1 pages, each with a
+compiled program; while programs are made ahead, moves take those that are there. What a program donates
+is audited as a step is. Memory that pages pass through on their way back is used again: touching new
+memory takes longer than the copy. Knows no sequence.
 """
 
 import logging
@@ -25,11 +26,13 @@ from xjax.engine.audit import audit_donation
 from xjax.errors import EngineError
 from xjax.scheduler import Moves, Transfer
 from xjax.state.kv import EngineState, LayerKV
-from xjax.storage.host import HostPages
+from xjax.storage.host import Array, HostPages
 
 _log = logging.getLogger(__name__)
 
 RUNS = (64, 16, 4, 1)
+_CPU_RUNS = RUNS[1:]  # what passes through a processor's cache
+_MOST_SPARE = 4  # pieces of memory of each size that wait to be used again
 Pages = tuple[LayerKV, ...]  # of the layers of one group
 Report = Callable[[int, bool, int, float], None]  # serial, whether it worked, bytes, seconds
 
@@ -43,17 +46,18 @@ def _gather(pages: Pages, ids: jax.Array) -> Pages:
     return jax.tree.map(lambda array: array.at[ids].get(mode="promise_in_bounds"), pages)
 
 
-def _scatter(pages: Pages, ids: jax.Array, values: Pages) -> Pages:
+def _scatter(pages: Pages, ids: jax.Array, values: Pages) -> tuple[Pages, jax.Array]:
     """Write pages. DONATES pages.
 
-    ids      [n] int32
-    values   k, v [n, K, S, D] of each layer
+    ids       [n] int32
+    values    k, v [n, K, S, D] of each layer
+    returns   pages, and a number that is ready when `values` have been read
     """
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         return array.at[ids].set(new, mode="promise_in_bounds", unique_indices=True)
 
-    return jax.tree.map(put, pages, values)
+    return jax.tree.map(put, pages, values), ids.sum()
 
 
 def _copy(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
@@ -61,7 +65,7 @@ def _copy(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
 
     sources, targets   [n] int32
     """
-    return _scatter(pages, targets, _gather(pages, sources))
+    return _scatter(pages, targets, _gather(pages, sources))[0]
 
 
 class Mover:
@@ -90,9 +94,12 @@ class Mover:
         self._has_host = any(counts)
         # Where results lie in reach, asking for them ahead only costs the wake-up of a thread.
         self.is_remote = next(iter(jax.tree.leaves(state)[0].devices())).platform != "cpu"
+        self.runs = RUNS if self.is_remote else _CPU_RUNS
         self._programs: dict[tuple[str, int, int], Any] = {}
         self._compiling = threading.Lock()
         self._is_ahead = self._is_closed = False
+        # By group and count: memory that was loaded from, and what is ready once it has been read.
+        self._staged: dict[tuple[int, int], list[tuple[list[Array], Any]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="xjax-mover")
 
     def _pages(self, state: EngineState, group: int) -> Pages:
@@ -108,7 +115,7 @@ class Mover:
         """
         self._is_ahead = True
         kinds = ("copy", "gather", "scatter") if self._has_host else ("copy",)
-        for count in (1,) if singly else reversed(RUNS):
+        for count in (1,) if singly else reversed(self.runs):
             for kind in kinds:
                 for group in range(len(self._layer_ids)):
                     if self._is_closed or not threading.main_thread().is_alive():
@@ -118,8 +125,8 @@ class Mover:
     def _sizes(self, kind: str, group: int) -> Sequence[int]:
         """Runs to cut a move into: those that have programs, where these are made ahead."""
         if not self._is_ahead:
-            return RUNS
-        return [count for count in RUNS if count == 1 or (kind, group, count) in self._programs]
+            return self.runs
+        return [count for count in self.runs if count == 1 or (kind, group, count) in self._programs]
 
     def _program(self, kind: str, group: int, count: int) -> Any:
         key = (kind, group, count)
@@ -148,8 +155,10 @@ class Mover:
                 ),
                 pages,
             )
-            function, rest = (_copy, (ids, ids)) if kind == "copy" else (_scatter, (ids, values))
-            jitted = jax.jit(function, donate_argnums=0, out_shardings=outputs)
+            function, rest, places = _copy, (ids, ids), outputs
+            if kind == "scatter":
+                function, rest, places = _scatter, (ids, values), (outputs, None)
+            jitted = jax.jit(function, donate_argnums=0, out_shardings=places)
             compiled = jitted.lower(pages, *rest).compile()
             page_bytes = sum(
                 leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)
@@ -183,15 +192,25 @@ class Mover:
     def load(self, state: EngineState, transfer: Transfer) -> EngineState:
         """Copy pages from the host. DONATES the state's pages, once all bytes have been read."""
         parts = [
-            (group, run, self.hosts[group].read(place))
+            (group, run, self._read(group, place))
             for group, (ids, slots) in enumerate(zip(transfer.pages, transfer.slots, strict=True))
             for run, place in _runs(ids, slots, self._sizes("scatter", group))
         ]
         for group, run, arrays in parts:
             pages = self._pages(state, group)
             values = jax.tree.unflatten(jax.tree.structure(pages), arrays)
-            state = self._replace(state, group, self._program("scatter", group, len(run))(pages, run, values))
+            pages, is_read = self._program("scatter", group, len(run))(pages, run, values)
+            state = self._replace(state, group, pages)
+            staged = self._staged.setdefault((group, len(run)), [])
+            staged.append((arrays, is_read))
+            del staged[:-_MOST_SPARE]
         return state
+
+    def _read(self, group: int, slots: np.ndarray) -> list[Array]:
+        """Copy pages out of the host, into memory that nothing reads any more where there is some."""
+        staged = self._staged.get((group, len(slots)), [])
+        place = next((i for i, (_, is_read) in enumerate(staged) if is_read.is_ready()), None)
+        return self.hosts[group].read(slots, None if place is None else staged.pop(place)[0])
 
     def copy(self, state: EngineState, moves: Moves) -> EngineState:
         """Copy pages on the device. DONATES the state's pages."""

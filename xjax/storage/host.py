@@ -37,18 +37,24 @@ class HostPages:
         for array, values in zip(self._arrays, pages, strict=True):
             array[slots] = values
 
-    def read(self, slots: npt.NDArray[np.int32]) -> list[Array]:
+    def read(self, slots: npt.NDArray[np.int32], out: list[Array] | None = None) -> list[Array]:
         """Copy pages out, so that the slots may be written at once.
 
-        slots     [n]        int32
-        returns   [n, ...]   one array each, in the order of `shapes`
+        slots          [n]        int32
+        out, returns   [n, ...]   one array each, in the order of `shapes`; None for new ones
         """
-        return [np.take(array, slots, 0, out=_aligned(slots, array), mode="clip") for array in self._arrays]
+        out = self.staging(len(slots)) if out is None else out
+        for array, values in zip(self._arrays, out, strict=True):
+            np.take(array, slots, 0, out=values, mode="clip")
+        return out
+
+    def staging(self, count: int) -> list[Array]:
+        """New memory for `count` pages to be read into, one array each, placed as XLA wants it."""
+        return [_aligned((count, *array.shape[1:]), array.dtype) for array in self._arrays]
 
 
-def _aligned(slots: npt.NDArray[np.int32], array: Array) -> Array:
-    shape = (len(slots), *array.shape[1:])
-    count = int(np.prod(shape)) * array.itemsize
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+    count = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(count + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + count].view(array.dtype).reshape(shape)
+    return memory[start : start + count].view(dtype).reshape(shape)
