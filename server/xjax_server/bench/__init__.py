@@ -2,6 +2,7 @@
 
     offline/    prefill, decode, start and memory of one process; no sockets
     loading/    seconds and memory of loading a random model
+    cache/      hits of the prefix cache, and work in a pool that is too small
     serving/    a load client against any OpenAI-compatible server
     beside/     our server and its peers, started as children and asked in turn
     commands/   what `xjax bench` does with all of it

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from xjax.errors import EngineError, XjaxError
@@ -61,7 +61,7 @@ def answer(subject: Subject, question: dict[str, Any]) -> dict[str, Any]:
     raise EngineError(f"a benchmark worker knows no {do!r}")
 
 
-def serve(subject: Subject) -> None:
+def serve(subject: Any, answer: Callable[[Any, dict[str, Any]], dict[str, Any]] = answer) -> None:
     """Answer questions from standard input until it ends; whatever else prints goes to standard error."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
