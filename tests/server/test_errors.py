@@ -72,7 +72,7 @@ def test_headers_of_others():
 
 
 def test_text_that_is_no_unicode_is_escaped():
-    assert json.loads(error_bytes(RequestError("\ud800")))["error"]["message"] == "\ud800"
+    assert json.loads(error_bytes(RequestError("\ud800")))["error"]["message"] == "\\ud800"
 
 
 @pytest.mark.parametrize(("text", "code", "kind", "status"), [
