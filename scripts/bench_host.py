@@ -1,6 +1,7 @@
 """Host time of a step: a model that computes nothing, the engine around it at full work.
 
-    scripts/bench_host.py ROWS [STEPS]     prints JSON: median, range and count of
+    scripts/bench_host.py ROWS [STEPS [no-prefix-cache]]
+                                           prints JSON: median, range and count of
                                            host_seconds   on the clock, waiting for a processor counted
                                            work_seconds   processor time of the engine's thread
 
@@ -72,12 +73,17 @@ class NullFamily:
         return jnp.zeros((hidden.shape[0], config.vocab_size), jnp.float32)
 
 
-def measure(rows: int, steps: int) -> dict[str, list[float]]:
+def measure(rows: int, steps: int, *, prefix_cache: bool = True) -> dict[str, list[float]]:
     """Host and work seconds of steps in which every row decodes."""
     device = jax.devices()[0]
     params = {"one": jax.device_put(jnp.ones((1,), jnp.float32), device)}
     model = Model(NullFamily(), NullConfig(), params, jnp.dtype("float32"))  # type: ignore[arg-type]
-    options = EngineOptions(max_num_seqs=rows, max_model_len=CONTEXT, num_pages=rows * CONTEXT // 16 + 1)
+    options = EngineOptions(
+        max_num_seqs=rows,
+        max_model_len=CONTEXT,
+        num_pages=rows * CONTEXT // 16 + 1,
+        disable_prefix_cache=not prefix_cache,
+    )
     plan = plan_engine(model, with_defaults(options, device), device=device)
     engine = start_engine(model, plan)
     open_ids, done = set(range(rows)), threading.Event()
@@ -108,4 +114,5 @@ def measure(rows: int, steps: int) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     rows, steps = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 60
-    print(json.dumps({name: summarize(values) for name, values in measure(rows, steps).items()}))
+    found = measure(rows, steps, prefix_cache="no-prefix-cache" not in sys.argv)
+    print(json.dumps({name: summarize(values) for name, values in found.items()}))

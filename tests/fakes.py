@@ -490,13 +490,7 @@ class FakeLoop:
             self.on_event(event)
 
     def _poison_free_pages(self) -> None:
-        for group, pool in enumerate(self.scheduler._roster.book.pools):
-            free = [
-                page for page in range(1, pool.num_pages) if not pool.refs(page) and not pool.is_kept(page)
-            ]
-            self.device.poison(group, free)
-        for group, host in enumerate(self.scheduler._roster.book.hosts):
-            free = [
-                slot for slot in range(1, host.num_pages) if not host.refs(slot) and not host.is_kept(slot)
-            ]
-            self.device.poison_slots(group, free)
+        book = self.scheduler._roster.book
+        for group, (pool, host) in enumerate(zip(book.pools, book.hosts, strict=True)):
+            self.device.poison(group, list(pool._free))
+            self.device.poison_slots(group, list(host._free))

@@ -429,7 +429,7 @@ class Trace:
         assert found.keys() == self.naive.existing() and len(found) == len(self.index)
         for path, record in found.items():
             assert record.key == self.key_of(path)
-            assert (record.pages, record.slots) == (
+            assert (list(record.pages), list(record.slots)) == (
                 self.naive.pages.get(path, [0] * len(self.windows)),
                 self.naive.slots.get(path, [0] * len(self.windows)),
             )

@@ -38,8 +38,8 @@ class Record:
 
     def __init__(self, key: bytes, parent: "Parent", tokens: bytes, num_groups: int) -> None:
         self.key, self.parent, self.tokens = key, parent, tokens
-        self.pages = [0] * num_groups
-        self.slots = [0] * num_groups
+        # Tuples of numbers, which the garbage collector does not go through: there may be millions.
+        self.pages = self.slots = (0,) * num_groups
         self.num_children = 0
         self.snapshot: None = None
 
@@ -164,18 +164,17 @@ class PrefixIndex:
         What the record of an equal page lacks is taken from this one, where that makes it whole and
         there is room; the rest stays as it is.
         """
-        record = self._records.get(key)
+        record, first = self._records.get(key), self._needed[0]
         if record is not None and not record.is_page(parent, tokens):
             return None  # another page with the same key; never to be mistaken
-        first = self._needed[0]
-        if pages[first] and (record is None or not record.pages[first]):
+        is_more = pages[first] and (record is None or not record.pages[first])
+        if is_more and self._max_pages is not None:
             if not self._has_room():
                 return record
             record = self._records.get(key)  # what made room may have been the last to follow it
-        if isinstance(parent, Record) and not self.is_known(parent):
+        if isinstance(parent, Record) and self._records.get(parent.key) is not parent:
             return None
-        there = [bool(pages[group]) or (record is not None and record.has(group)) for group in self._needed]
-        if not (all(there) if self._is_whole else any(there)):
+        if 0 in pages and not self._is_enough(record, pages):
             return record
         if record is None:
             record = self._add(key, parent, tokens)
@@ -183,6 +182,13 @@ class PrefixIndex:
             if page and not record.pages[group]:
                 self._hold(record, group, page)
         return record
+
+    def _is_enough(self, record: Record | None, pages: Sequence[int]) -> bool:
+        """Whether a match could use a record with these pages beside those it has."""
+        for group in self._needed:
+            if bool(pages[group] or (record is not None and record.has(group))) is not self._is_whole:
+                return not self._is_whole
+        return self._is_whole
 
     def _add(self, key: bytes, parent: Parent, tokens: bytes) -> Record:
         record = self._records[key] = Record(key, parent, tokens, len(self._pools))
@@ -201,7 +207,7 @@ class PrefixIndex:
 
     def _hold(self, record: Record, group: int, page: int) -> None:
         self._pools[group].keep(page)
-        record.pages[group] = page
+        record.pages = _with(record.pages, group, page)
         self._by_page[group][page] = record
 
     def promote(self, record: Record, group: int, page: int) -> None:
@@ -219,7 +225,7 @@ class PrefixIndex:
             return
         self._let_go_of_slot(record, group)
         self._hosts[group].keep(slot)
-        record.slots[group] = slot
+        record.slots = _with(record.slots, group, slot)
         self._by_slot[group][slot] = record
         self._let_go_of_page(record, group)
 
@@ -269,14 +275,14 @@ class PrefixIndex:
     def _let_go_of_page(self, record: Record, group: int) -> None:
         page = record.pages[group]
         if page:
-            record.pages[group] = 0
+            record.pages = _with(record.pages, group, 0)
             del self._by_page[group][page]
             self._pools[group].drop(page)
 
     def _let_go_of_slot(self, record: Record, group: int) -> None:
         slot = record.slots[group]
         if slot:
-            record.slots[group] = 0
+            record.slots = _with(record.slots, group, 0)
             del self._by_slot[group][slot]
             self._hosts[group].drop(slot)
 
@@ -320,18 +326,24 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Verify that records, pages and slots name each other; for tests."""
-        for group, (by_page, by_slot) in enumerate(zip(self._by_page, self._by_slot, strict=True)):
-            pages = {record.pages[group]: record for record in self._records.values() if record.pages[group]}
-            assert pages == by_page, "pages and records disagree"
-            slots = {record.slots[group]: record for record in self._records.values() if record.slots[group]}
-            assert slots == by_slot, "slots and records disagree"
-        children = Counter(id(record.parent) for record in self._records.values())
+        children, held = Counter[int](), 0
         for key, record in self._records.items():
-            assert record.key == key and record.num_children == children[id(record)], (
-                "children are miscounted"
-            )
-            assert not isinstance(record.parent, Record) or self.is_known(record.parent), "a lost parent"
-            is_link = not any(record.has(group) for group in range(len(self._pools)))
-            assert self._has_bytes(record) or (is_link and record.num_children), "a record of no use"
+            assert record.key == key, "a record is under another's key"
+            if isinstance(record.parent, Record):
+                assert self.is_known(record.parent), "a lost parent"
+                children[id(record.parent)] += 1
+            for group, (page, slot) in enumerate(zip(record.pages, record.slots, strict=True)):
+                assert not page or self._by_page[group].get(page) is record, "pages and records disagree"
+                assert not slot or self._by_slot[group].get(slot) is record, "slots and records disagree"
+                held += (page > 0) + (slot > 0)
+            if not self._has_bytes(record):
+                assert not any(record.pages + record.slots) and record.num_children, "a record of no use"
+        assert held == sum(map(len, self._by_page + self._by_slot)), "a page or slot of no record"
+        for record in self._records.values():
+            assert record.num_children == children[id(record)], "children are miscounted"
         if self._max_pages is not None and self._pools:
             assert self._pools[self._needed[0]].num_kept <= self._max_pages, "more pages than the limit"
+
+
+def _with(values: tuple[int, ...], group: int, value: int) -> tuple[int, ...]:
+    return (*values[:group], value, *values[group + 1 :])

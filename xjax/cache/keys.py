@@ -19,6 +19,7 @@ KEY_BYTES = 32
 _TAG = b"xjax page key 1\0"
 _NAMESPACE_TAG = b"xjax namespace 1\0"
 _NO_PARENT = bytes(KEY_BYTES)
+_UINT32 = np.dtype("<u4")
 
 Value = str | int | float | bool | None | bytes | Sequence["Value"]
 
@@ -51,8 +52,10 @@ def page_tokens(tokens: npt.NDArray[np.int32], page_size: int) -> list[bytes]:
 
     tokens   [n]  int32
     """
+    if len(tokens) == page_size:  # one more page of a sequence that decodes: the usual case
+        return [tokens.astype(_UINT32).tobytes()]
     count, width = len(tokens) // page_size, 4 * page_size
-    data = tokens[: count * page_size].astype("<u4").tobytes()
+    data = tokens[: count * page_size].astype(_UINT32).tobytes()
     return [data[start : start + width] for start in range(0, count * width, width)]
 
 
@@ -85,6 +88,6 @@ class KeyChain:
         pages   tokens of all pages
         """
         parent = keys[-1] if keys else None
-        for tokens in pages[len(keys) :]:
-            parent = self.next(parent, tokens, salt)
+        for place in range(len(keys), len(pages)):
+            parent = self.next(parent, pages[place], salt)
             keys.append(parent)

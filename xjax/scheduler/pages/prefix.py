@@ -200,14 +200,15 @@ class PrefixCache:
         if records and not self._index.is_known(records[-1]):
             records.clear()
         parent = records[-1] if records else state.salt
+        insert, keys, tokens = self._index.insert, state.keys, state.tokens
         for i in range(len(records), count):
-            pages = [pages[i] for pages in sequence.pages]
-            record = self._index.insert(state.keys[i], parent, state.tokens[i], pages)
+            pages = tuple([pages[i] for pages in sequence.pages])
+            record = insert(keys[i], parent, tokens[i], pages)
             if record is None:
                 break
             records.append(record)
             parent = record
-            if any(page and page == own for page, own in zip(record.pages, pages, strict=True)):
+            if record.pages == pages or any(map(_is_same, record.pages, pages)):
                 made.append(record)
         return made
 
@@ -256,3 +257,7 @@ class PrefixCache:
         assert all(id(sequence) in alive for sequence in self._promised.values()), (
             "a promise outlived its maker"
         )
+
+
+def _is_same(page: int, own: int) -> bool:
+    return page == own != 0
