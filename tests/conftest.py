@@ -38,8 +38,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
 # A process may have 65,530 mappings on Linux, and each compiled program takes some; past that the compiler
-# ends the process. Half of them leaves room for the largest module.
-MOST_MAPPINGS = 30_000
+# ends the process. Below a third of them there is room for the largest module.
+MOST_MAPPINGS = 20_000
 
 
 def _num_mappings() -> int:
