@@ -39,7 +39,8 @@ class Record:
     def __init__(self, key: bytes, parent: "Parent", tokens: bytes, num_groups: int) -> None:
         self.key, self.parent, self.tokens = key, parent, tokens
         # Tuples of numbers, which the garbage collector does not go through: there may be millions.
-        self.pages = self.slots = (0,) * num_groups
+        self.pages: tuple[int, ...] = (0,) * num_groups
+        self.slots: tuple[int, ...] = self.pages
         self.num_children = 0
         self.snapshot: None = None
 
