@@ -4,7 +4,10 @@ scripts/bench_index.py [RECORDS]     prints JSON: microseconds for a prompt of 4
                                      keys      of its 256 pages
                                      match     of all of them
                                      insert    of all of them, as when they are computed
-                                     then with RECORDS (a million) in the index: each per page, and bytes
+                                     evict     each of them, from its end
+                                     the same with RECORDS (a million) in the index, and bytes of each;
+                                     a step of 64 rows that decode and share nothing, planned and
+                                     committed, with the cache and without
 """
 
 import json
@@ -19,6 +22,9 @@ from xjax.cache.host import HostPool
 from xjax.cache.index import Parent, PrefixIndex
 from xjax.cache.keys import KeyChain, page_tokens
 from xjax.cache.pool import PagePool
+from xjax.config import SchedulerConfig, StepShapes
+from xjax.request import Request, SamplingParams
+from xjax.scheduler import Scheduler, StepResult
 
 TOKENS, SIZE, REPEATS = 4096, 16, 30
 PAGES = TOKENS // SIZE
@@ -78,6 +84,37 @@ class Bench:
         return {name: round(min(values) * 1e6, 1) for name, values in found.items()}
 
 
+def steps(count: int = 800) -> dict[str, float]:
+    """Median microseconds of the thread for a step of 64 rows, of which four fill a page."""
+    rows, rng = 64, np.random.default_rng(0)
+    shapes = StepShapes.plan(max_num_seqs=rows, prefill_chunk_size=512, max_model_len=4096)
+    schedulers = [
+        Scheduler(SchedulerConfig(
+            max_num_seqs=rows, max_model_len=4096, page_size=SIZE, num_pages=(rows * PAGES + 1,),
+            windows=(None,), shapes=shapes, prefix_cache=is_on,
+        )) for is_on in (True, False)
+    ]  # fmt: skip
+    for row in range(rows):
+        prompt = tuple(rng.integers(0, 150_000, 64 + row % SIZE).tolist())
+        sampling = SamplingParams(max_tokens=2 * count, ignore_eos=True)
+        for scheduler in schedulers:
+            scheduler.submit(Request(request_id=str(row), prompt_ids=prompt, sampling=sampling))
+    found: list[list[int]] = [[], []]
+    for _ in range(count):
+        for scheduler, times in zip(schedulers, found, strict=True):
+            began = time.thread_time_ns()
+            plan = scheduler.plan()
+            planned = time.thread_time_ns()
+            assert plan is not None
+            places = plan.num_rows + len(plan.scored_targets)
+            result = StepResult(np.full(places, 7, np.int32), np.zeros(places, np.int32))
+            ran = time.thread_time_ns()
+            scheduler.commit(plan, result)
+            times.append(planned - began + time.thread_time_ns() - ran)
+    on, off = (float(np.median(times[count // 8 :])) / 1000 for times in found)
+    return {"with": round(on, 1), "without": round(off, 1), "more": round(on - off, 1)}
+
+
 def _timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
@@ -102,6 +139,7 @@ def main(num_records: int) -> dict[str, object]:
         "inserted a second": round(len(large.index) / seconds),
         "bytes a record": round(num_bytes),
         "of 4,096 tokens among them, microseconds": large.one_prompt(),
+        "of a step with 64 rows, microseconds": steps(),
     }
 
 
