@@ -43,7 +43,7 @@ _COUNTERS = {
     "prefill_tokens": ("engine_prefill_tokens", "Prompt tokens computed, repetitions included."),
     "decode_tokens": ("engine_decode_tokens", "Tokens computed one at a time."),
     "compiles_after_warmup": ("compiles_after_warmup", "Programs compiled when all should have been ready."),
-    "prefix_hits": ("prefix_cache_hits", "Prompts, and preempted sequences, that began from kept pages."),
+    "prefix_hits": ("prefix_cache_hits", "Prompts that began from kept pages."),
     "prefix_hit_tokens": ("prefix_cache_hit_tokens", "Tokens that these did not compute."),
     "prefix_host_hit_tokens": (
         "prefix_cache_host_hit_tokens",
