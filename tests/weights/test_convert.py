@@ -1,6 +1,7 @@
 """Conversion as a whole: the folder means what its source meant, and is there whole or not at all."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -285,18 +286,79 @@ sys.exit(main(sys.argv[1:]))
     )
     assert result.returncode == 2, result.stderr
     assert f"xjax: error: {out}: cannot be written: File too large" in result.stderr.splitlines()
-    assert "absl" not in result.stderr
+    assert not {"absl", "asyncio", "Traceback"}.intersection(result.stderr.replace(":", " ").split())
     assert _names(tmp_path / "out") == set()
 
 
 def test_what_a_killed_run_left_is_taken_away(source, tmp_path):
-    left = tmp_path / ".saved.partial" / "params"
+    left = tmp_path / ".saved.partial" / "new" / "params"
     left.mkdir(parents=True)
     (left / "half").write_text("half")
-    (tmp_path / ".saved.partial" / "file").write_text("half")
+    (tmp_path / ".saved.partial" / "new" / "file").write_text("half")
     saved = convert(source, tmp_path / "saved")
     assert _names(tmp_path) == {"home", "saved"}
     assert "params/half" not in json.loads((saved / MANIFEST).read_text())["files"]
+
+
+def test_a_model_that_a_killed_run_was_replacing_comes_back(source, tmp_path):
+    target = convert(source, tmp_path / "saved")
+    (tmp_path / ".saved.partial").mkdir()
+    target.rename(tmp_path / ".saved.partial" / "old")
+    with pytest.raises(LoadError, match="exists already; --overwrite replaces it"):
+        convert(source, target)
+    load_model(open_checkpoint(target))
+    assert _names(tmp_path) == {"home", "saved"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_what_others_have_of_the_hidden_name_is_left_alone(kind, source, tmp_path):
+    hidden, folder = tmp_path / ".saved.partial", tmp_path / "folder"
+    place = hidden if kind == "folder" else folder
+    place.mkdir()
+    (place / "thesis.tex").write_text("precious")
+    if kind == "link":
+        hidden.symlink_to(folder)
+    elif kind == "file":
+        hidden.write_text("precious")
+    before = _names(tmp_path)
+    with pytest.raises(LoadError, match=r"\.saved\.partial"):
+        convert(source, tmp_path / "saved")
+    assert (place / "thesis.tex").read_text() == "precious"
+    assert _names(tmp_path) == before
+
+
+def test_a_hidden_folder_that_was_renewed_behind_our_back(source, tmp_path, monkeypatch):
+    """Between its opening and its lock another run ended and a third began."""
+    original, hidden = fcntl.flock, tmp_path / ".saved.partial"
+
+    def late(descriptor, how):
+        hidden.rename(tmp_path / "elsewhere")
+        (hidden / "new").mkdir(parents=True)
+        (hidden / "new" / "theirs").write_text("")
+        original(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(LoadError, match="another program is writing it"):
+        convert(source, tmp_path / "saved")
+    assert (hidden / "new" / "theirs").exists()
+
+
+def test_orbax_that_goes_on_writing_behind_its_error(source, tmp_path, monkeypatch):
+    original, removed = shutil.rmtree, []
+
+    def remove(path, **options):
+        original(path, **options)
+        if len(removed) < 3:
+            path.mkdir()
+            (path / "late").write_text("late")
+        removed.append(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    _spoil(monkeypatch, OSError(errno.EIO, os.strerror(errno.EIO)))
+    with pytest.raises(LoadError, match="Input/output error"):
+        convert(source, tmp_path / "out" / "saved")
+    assert removed == [tmp_path / "out" / ".saved.partial"] * 4
+    assert _names(tmp_path / "out") == set()
 
 
 def test_two_at_once(source, tmp_path, monkeypatch):

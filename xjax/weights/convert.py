@@ -3,7 +3,7 @@
     1. look at OUT            nothing is replaced unasked, nothing but a converted model ever
     2. open, read the config  and see that there is room
     3. load the parameters    as the engine would, in the dtype asked for
-    4. write                  arrays, text files, the manifest, into a hidden folder beside OUT
+    4. write                  arrays, text files, the manifest, into .OUT.partial/new beside OUT
     5. rename                 so that OUT is whole or not there
 
 Knows no engine. What the folder holds is described in xjax.checkpoints.saved.
@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ from xjax.weights.writer import finish
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
+_NEW, _OLD = "new", "old"  # in the hidden folder: what is being written, and what it replaces
+_PATIENCE = 5.0  # seconds
 _GENERATION = "generation_config.json"
 # What tokenizer, template, ends and sampling defaults of a Hugging Face folder are read from.
 _TEXT_FILES = (
@@ -75,6 +78,7 @@ def convert(
     )  # fmt: skip
     checkpoint = open_checkpoint(source)
     with _folder_beside(target) as folder:
+        _check_target(target, overwrite)  # a run that was killed may have had it
         _fill(checkpoint, folder, target, choose_dtype(dtype, jax.devices()[0].platform), progress)
         _check_target(target, overwrite)  # it may have come meanwhile
         _replace(folder, target)
@@ -158,36 +162,59 @@ def _copy_text(checkpoint: Checkpoint, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _folder_beside(target: Path) -> Generator[Path]:
-    """An empty hidden folder beside the target, ours alone, which is gone at the end whatever happens."""
-    folder = target.with_name(f".{target.name}.partial")
+    """An empty folder to be renamed to the target, in a hidden one beside it that is gone at the end."""
+    place = target.with_name(f".{target.name}.partial")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir(exist_ok=True)
+        lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # a link leads to others' files
     except OSError as error:
-        raise LoadError(f"{target}: cannot be written: {error.strerror}") from error
+        raise LoadError(f"{target}: cannot be written: {error.strerror}: {error.filename}") from error
     try:
+        _take(lock, place, target)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise LoadError(f"{target}: another program is writing it") from error
-        for left in folder.iterdir():  # of a run that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        try:
-            yield folder
+            (place / _NEW).mkdir()
+            yield place / _NEW
         except OSError as error:
             raise LoadError(f"{target}: cannot be written: {error.strerror or error}") from error
         finally:
-            if _is_open_as(lock, folder):
-                finish(partial(shutil.rmtree, folder, ignore_errors=True))
+            finish(partial(_remove, place))
     finally:
         os.close(lock)
 
 
-def _is_open_as(descriptor: int, path: Path) -> bool:
-    """Whether a path still names what is open, or has become another one's."""
-    with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    return False
+def _take(lock: int, place: Path, target: Path) -> None:
+    """Make the hidden folder ours alone, and empty: a run that was killed may have left something.
+
+    A model that it was about to replace comes back. What no run has left is not touched.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had it before has removed it, and it may be there again as somebody else's.
+        if not os.path.samestat(os.fstat(lock), place.stat()):
+            raise FileNotFoundError(place)
+    except OSError as error:
+        raise LoadError(f"{target}: another program is writing it") from error
+    try:
+        names = {path.name for path in place.iterdir()}
+        if strange := sorted(names - {_NEW, _OLD}):
+            raise LoadError(f"{place}: holds {strange[0]!r}, which is no conversion's; remove that folder")
+        if (place / _OLD / MANIFEST).is_file() and not os.path.lexists(target):
+            (place / _OLD).rename(target)
+        for left in place.iterdir():
+            shutil.rmtree(left)
+    except OSError as error:
+        raise LoadError(f"{target}: cannot be written: {error.strerror}: {error.filename}") from error
+
+
+def _remove(place: Path) -> None:
+    """Remove a folder into which orbax, where it failed, may still be writing for a moment."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        shutil.rmtree(place, ignore_errors=True)
+        if not place.exists() or time.monotonic() > end:
+            return
+        time.sleep(0.05)
 
 
 def _replace(folder: Path, target: Path) -> None:
@@ -195,12 +222,10 @@ def _replace(folder: Path, target: Path) -> None:
     if not target.exists():
         folder.rename(target)
         return
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = folder.with_name(_OLD)
     target.rename(old)
     try:
         folder.rename(target)
     except BaseException:
         old.rename(target)
         raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -281,25 +282,39 @@ def _orbax(problem: str) -> Generator[tuple[Any, Any]]:
     """The package and a checkpointer; what goes wrong inside is a LoadError that begins with `problem`."""
     import orbax.checkpoint as orbax
 
-    # Of its work, and of errors that it raises as well, it tells a logger that writes to the terminal.
-    logger = logging.getLogger("absl")
-    logger.addFilter(_is_of_others)
+    # Of its work, and of errors that it raises as well, it tells loggers that write to the terminal. Where
+    # it fails, what else it had begun ends later, for an event loop that is closed by then.
+    loggers, earlier = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
+    for logger in loggers:
+        logger.addFilter(_is_of_others)
+    sys.unraisablehook = ours = partial(_tell_of_others, earlier)
     try:
         handler = orbax.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
         with orbax.Checkpointer(handler) as checkpointer:
             yield orbax, checkpointer
     except Exception as error:  # orbax raises bare Exception
-        # The filter stays: threads of orbax's own may still tell of the same.
+        # The filters stay: threads of orbax's own may still tell of the same.
         raise LoadError(f"{problem}: {_reason(error)}") from error
-    logger.removeFilter(_is_of_others)
+    for logger in loggers:
+        logger.removeFilter(_is_of_others)
+    if sys.unraisablehook is ours:
+        sys.unraisablehook = earlier
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
+    return "orbax" not in record.pathname + record.getMessage()
+
+
+def _tell_of_others(tell: Callable[[Any], object], unraisable: Any) -> None:
+    """Pass on what could not be raised, but for a result that came when nobody waited any more."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        tell(unraisable)
 
 
 def _reason(error: Exception) -> str:
     """The system's word for what went wrong if it has one, else the first line of the error."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     text = str(error).strip()
     if code := _SYSTEM_ERROR.search(text):
         return os.strerror(int(code[1]))
