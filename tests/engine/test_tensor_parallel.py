@@ -158,7 +158,7 @@ def test_llm_makes_two_devices_of_a_cpu_and_keeps_its_programs(folder, tmp_path)
     environment["JAX_COMPILATION_CACHE_DIR"] = ""
     command = [sys.executable, "-c", PROGRAM, str(folder), str(tmp_path), json.dumps(OPTIONS)]
     result = subprocess.run(
-        command, check=True, env=environment, timeout=120, stdout=subprocess.PIPE, text=True
+        command, check=True, env=environment, timeout=240, stdout=subprocess.PIPE, text=True
     )
     with LLM(folder, **OPTIONS) as llm:
         answer = llm.generate(["Hello there"], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
