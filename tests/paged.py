@@ -20,10 +20,7 @@ from xjax.state.batch import BatchShape, Packed, unpack
 from xjax.state.kv import EngineState, abstract_state, place_state
 
 
-@functools.partial(
-    jax.jit, static_argnames=("family", "config", "shape", "backend", "mesh"), donate_argnums=2
-)
-def run_step(
+def _step(
     params: Any, packed: Any, state: EngineState, *, family: Family, config: Any, shape: BatchShape,
     backend: str, mesh: Mesh | None = None,
 ) -> tuple[jax.Array, EngineState]:  # fmt: skip
@@ -33,20 +30,40 @@ def run_step(
     return family.logits(params, config, hidden, backend=backend, mesh=mesh), state
 
 
+_jit = functools.partial(
+    jax.jit, _step, static_argnames=("family", "config", "shape", "backend", "mesh"), donate_argnums=2
+)
+run_step = _jit()
+
+
+@functools.cache
+def _run_quickly() -> Any:
+    """The same for programs that run once: compiled in a fifth of the time, and slower."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    emitters = {"xla_cpu_use_fusion_emitters": False}  # the slowest part; not every compiler has the option
+    try:
+        jax.jit(lambda x: x, compiler_options=emitters)(0)
+    except jax.errors.JaxRuntimeError:
+        emitters = {}
+    return _jit(compiler_options=options | emitters)
+
+
 class PagedRows:
     """Rows of tokens that are computed chunk by chunk.
 
     num_tiles, tile   the room for prefill in a step, beside one decode token a row
+    is_quick          compile quickly and without optimizations, for a program that runs once
     logits            for each row, a list of [V] for each token so far
     """
 
     def __init__(
         self, family: Family, config: Any, params: Any, *, num_rows: int, num_tiles: int, tile: int = 8,
         page_size: int = 4, max_pages: int = 16, seed: int = 0, dtype: str = "float32",
-        can_decode: bool = True, backend: str = "xla", mesh: Mesh | None = None,
+        can_decode: bool = True, backend: str = "xla", mesh: Mesh | None = None, is_quick: bool = False,
     ) -> None:  # fmt: skip
         self.family, self.config, self.params, self.page_size = family, config, params, page_size
         self.backend, self.mesh, spec = backend, mesh, family.cache_spec(config)
+        self._run = _run_quickly() if is_quick else run_step
         self.groups = page_groups(spec)
         self.shape = BatchShape(
             num_rows=num_rows, num_decode=num_rows if can_decode else 0, num_prefill=num_tiles * tile,
@@ -85,7 +102,7 @@ class PagedRows:
             assert start <= shape.num_tokens, "the chunks do not fit into the step"
         for row, ids, at in placed:
             self._place(packed, row, ids, at)
-        out, self.state = run_step(
+        out, self.state = self._run(
             self.params, packed.vector, self.state, family=self.family, config=self.config, shape=shape,
             backend=self.backend, mesh=self.mesh,
         )  # fmt: skip

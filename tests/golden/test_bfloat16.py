@@ -19,7 +19,7 @@ from xjax.models import layers
 from xjax.models.registry import load_config, supported
 from xjax.weights.load import load_params
 
-pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.device
 
 EVERY = {**FAMILY_CASES, **CASES}
 # One of each architecture, and those in which most can be rounded.
@@ -46,9 +46,10 @@ def moved(name):
     In units of how far the reference's are.
     """
     family, config, params = model(name)
+    size = {"num_rows": 1, "num_tiles": 6, "can_decode": False, "is_quick": True}
     wide, found = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), []
     for tree, dtype in ((params, "bfloat16"), (wide, "float32")):
-        rows = PagedRows(family, config, tree, num_rows=1, num_tiles=6, can_decode=False, dtype=dtype)
+        rows = PagedRows(family, config, tree, **size, dtype=dtype)
         found.append(run_alone(rows, EVERY[name].ids, [EVERY[name].length]))
     away = np.sqrt(np.mean((found[0] - found[1]) ** 2, axis=-1))
     return float(np.median(away)) / json.loads(ROUNDED.read_text())[name]

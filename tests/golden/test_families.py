@@ -73,13 +73,13 @@ def rows_of(family: Any, config: Any, params: Any, **changes: Any) -> PagedRows:
     return PagedRows(family, config, params, **{"num_rows": 3, "num_tiles": 6, **changes})
 
 
-def run_whole(name: str, family: Any, config: Any, params: Any) -> np.ndarray:
+def run_whole(name: str, family: Any, config: Any, params: Any, *, is_quick: bool = True) -> np.ndarray:
     """Logits of a case's prompt in few long chunks."""
-    size, chunks = {}, [44]
+    size, chunks = {"num_rows": 1, "can_decode": False}, [44]
     if name in FAR:
         size = {"num_rows": 1, "num_tiles": 17, "tile": 128, "page_size": 16, "max_pages": 132}
         chunks = [1100, 988, 1, 11]
-    return run_alone(rows_of(family, config, params, **size), FAMILY_CASES[name].ids, chunks)
+    return run_alone(rows_of(family, config, params, **size, is_quick=is_quick), FAMILY_CASES[name].ids, chunks)
 
 
 def run_ragged(name: str, rows: PagedRows) -> tuple[np.ndarray, np.ndarray]:
@@ -118,7 +118,7 @@ def test_any_schedule(name, backend):
 
 @pytest.mark.parametrize("name", FAR)
 def test_far_positions(name):
-    assert error(name, run_whole(name, *model(name))) < TOLERANCE
+    assert error(name, run_whole(name, *model(name), is_quick=False)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", IN_GGUF)
@@ -282,7 +282,6 @@ MUTATIONS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("feature", MUTATIONS)
 def test_switching_a_feature_off_shows(feature):
     name, change = MUTATIONS[feature]
@@ -290,7 +289,6 @@ def test_switching_a_feature_off_shows(feature):
     assert error(name, run_whole(name, family, *change(config, params))) > 100 * TOLERANCE
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("name", ["mixtral_top2", "qwen2moe_shared", "qwen3moe_tied"])
 def test_every_expert_shows(name):
     family, config, params = model(name)
@@ -313,7 +311,6 @@ def test_gguf_with_a_tensor_for_each_expert(tmp_path):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(
     ("name", "kind", "field"),
     [("glm4_biases", "hf", "hf_pairs"), ("glm4_biases", "gguf", "gguf_pairs"),
@@ -325,7 +322,6 @@ def test_how_a_file_is_read_shows(name, kind, field):
     assert error(name, run_whole(name, *load(name, kind=kind, **{field: off}))) > 100 * TOLERANCE
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_norming_each_head_is_not_norming_all():
     family, config, params = model("olmo2_gqa")
     found = []
@@ -337,7 +333,6 @@ def test_norming_each_head_is_not_norming_all():
     assert np.abs(found[0] - found[1]).max() > 100 * TOLERANCE
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_subtracting_the_mean_shows(monkeypatch):
     def without_mean(x, weight, bias, eps):
         return layers.rms_norm(x, weight, eps) + bias[None, :]

@@ -101,12 +101,11 @@ def test_dynamic_within_the_trained_context(context):
     assert error("llama_dynamic", run_alone(rows, CASES["llama_dynamic"].ids, [40, 1, 3])) < TOLERANCE
 
 
-def _run_long(name: str, config: Any, backend: str = "xla") -> np.ndarray:
+def _run_long(name: str, config: Any, backend: str = "xla", *, is_quick: bool = False) -> np.ndarray:
     family, _, params = model(name)
     size = {"num_rows": 1, "num_tiles": 17, "tile": 128, "page_size": 16, "max_pages": 132}
-    return run_alone(
-        PagedRows(family, config, params, **size, backend=backend), CASES[name].ids, [1100, 988, 1, 11]
-    )
+    rows = PagedRows(family, config, params, **size, backend=backend, is_quick=is_quick)
+    return run_alone(rows, CASES[name].ids, [1100, 988, 1, 11])
 
 
 def _rope(**fields: Any) -> Any:
@@ -129,13 +128,12 @@ FAR_MUTATIONS = {
 }
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("feature", FAR_MUTATIONS)
 def test_switching_a_rope_kind_off_shows(feature):
     name, change = FAR_MUTATIONS[feature]
     config = model(name)[1]
     changed = dataclasses.replace(config, rope=change(config.rope))
-    assert error(name, _run_long(name, changed)) > 100 * TOLERANCE
+    assert error(name, _run_long(name, changed, is_quick=True)) > 100 * TOLERANCE
 
 
 def _without_biases(params: Any, *fields: str) -> Any:
@@ -206,11 +204,10 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("feature", MUTATIONS)
 def test_switching_a_feature_off_shows(feature):
     name, change = MUTATIONS[feature]
     family, config, params = model(name)
     config, params = change(config, params)
-    rows = PagedRows(family, config, params, num_rows=1, num_tiles=6, can_decode=False)
+    rows = PagedRows(family, config, params, num_rows=1, num_tiles=6, can_decode=False, is_quick=True)
     assert error(name, run_alone(rows, CASES[name].ids, [44])) > 100 * TOLERANCE

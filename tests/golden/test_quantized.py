@@ -41,7 +41,7 @@ model = functools.cache(load)
 
 
 def error(name, family, config, params, chunks=(44,), **options):
-    rows = PagedRows(family, config, params, num_rows=3, num_tiles=6, **options)
+    rows = PagedRows(family, config, params, num_rows=3, num_tiles=6, **{"is_quick": True, **options})
     logits = run_alone(rows, model_case().ids, list(chunks))
     return float(np.abs(logits - stored()[0][f"model {name}/logits"]).max())
 
@@ -62,7 +62,7 @@ def test_any_schedule(name):
     family, config, params = model(name)
     assert len(codes_of(params)) == 4  # every matrix of the layer, fused as numbers are
     for chunks in ([44], [3, 1, 8, 9, 1, 1, 16, 5]):
-        assert error(name, family, config, params, chunks) < TOLERANCE, chunks
+        assert error(name, family, config, params, chunks, is_quick=False) < TOLERANCE, chunks
 
 
 def test_embedding_and_head_are_numbers():
@@ -94,7 +94,6 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("feature", MUTATIONS)
 def test_what_a_part_does_shows(feature):
     name, change = MUTATIONS[feature]
@@ -102,7 +101,6 @@ def test_what_a_part_does_shows(feature):
     assert error(name, family, config, change(params)) > 100 * TOLERANCE
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("gptq4_order", {"checkpoint_format": "gptq_v2"}), ("gptq8", {"checkpoint_format": "gptq_v2"})],
@@ -173,7 +171,6 @@ def test_over_a_mesh(name):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(("name", "num_devices"), [("gptq4_order", 2), ("fp8_block", 2), ("int8", 4)])
 def test_logits_of_several_devices(name, num_devices):
     """Laid out for them, with copies of kv heads; also where inputs or groups cannot be divided."""
@@ -183,7 +180,6 @@ def test_logits_of_several_devices(name, num_devices):
     assert error(name, family, config, params, [3, 1, 8, 9, 1, 1, 16, 5], mesh=mesh) < TOLERANCE
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_bfloat16():
     """Codes are as exact in a narrow model dtype; the rest is rounding."""
     family, config, params = load("awq", dtype="bfloat16")
@@ -206,7 +202,6 @@ def with_biases(value):
     return change
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_biases_of_zeros_are_let_be():
     assert error("gptq4_order", *load("gptq4_order", change=with_biases(0.0))) < TOLERANCE
     with pytest.raises(LoadError, match=r"q_proj\.bias.*has no place|_proj\.bias and 6 more has no place"):
