@@ -158,6 +158,7 @@ MORE_METADATA = (
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier",
     "rope.scaling.yarn_beta_fast", "rope.dimension_count", "attention.sliding_window", "expert_count",
+    "expert_gating_func", "expert_weights_scale",
     "expert_used_count", "attention.key_length", "vocab_size", "attention.scale",
 )  # fmt: skip
 

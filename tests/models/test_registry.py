@@ -181,6 +181,7 @@ def test_a_wrong_config_is_one_clear_line(family, config, changes, words):
     assert "\n" not in str(caught.value)
 
 
+EXPERTS = {"expert_count": 8, "expert_used_count": 2}
 ROUTER = ("blk.0.ffn_gate_inp.weight",)
 GGUF = {
     "block_count": 2, "embedding_length": 48, "attention.head_count": 3, "feed_forward_length": 80,
@@ -227,6 +228,9 @@ def test_windows_of_an_olmo2_gguf():
         (llama, {"expert_count": 8}, ROUTER, "llama.expert_used_count is missing"),
         (llama, {"expert_count": 8, "expert_used_count": 9}, ROUTER, "is 9, but there are 8 experts"),
         (llama, {"expert_count": 8, "expert_used_count": 0}, ROUTER, "expert_used_count must be an integer"),
+        (llama, EXPERTS | {"expert_gating_func": 2}, ROUTER, "expert_gating_func 2 is not supported"),
+        (llama, EXPERTS | {"expert_weights_scale": 2.5}, ROUTER, "expert_weights_scale 2.5 is not supported"),
+        (llama, EXPERTS | {"expert_weights_scale": np.ones(2)}, ROUTER, "expert_weights_scale array"),
         (phi3, {"rope.scaling.original_context_length": 64}, (), "rope_factors_long.weight is missing"),
         (qwen3, {"block_count": None}, (), "qwen3.block_count is missing"),
         (granite, {"logit_scale": 0.0}, (), "granite.logit_scale must be a number above 0"),

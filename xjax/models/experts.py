@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from xjax.errors import LoadError
 from xjax.kernels import moe
 from xjax.kernels.activation import gate
-from xjax.models.settings import Settings
+from xjax.models.settings import Settings, short
 from xjax.state.mesh import ParamSpec, on_shards
 from xjax.state.quantized import Weight, matmul
 
@@ -202,6 +202,7 @@ def read_gguf_experts(get: Settings, tensors: Any, num_layers: int, *, normalize
     dense = tuple(i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in tensors)
     if len(dense) == num_layers:
         raise LoadError(f"{get.source}: {get.prefix}expert_count is {count}, but no layer has a router")
+    _check_softmax(get)
     first = next(i for i in range(num_layers) if i not in dense)
     shared = tensors.get(f"blk.{first}.ffn_up_shexp.weight")
     return Experts(
@@ -212,6 +213,20 @@ def read_gguf_experts(get: Settings, tensors: Any, num_layers: int, *, normalize
         normalizes=get.flag("expert_weights_norm", normalizes),
         dense_layers=dense,
     )
+
+
+def _check_softmax(get: Settings) -> None:
+    """Refuse routers of newer models, which files of these architectures can hold too."""
+    kind = get.integer("expert_gating_func", 1, low=0)
+    if kind > 1:  # 0: not set
+        raise LoadError(
+            f"{get.source}: {get.prefix}expert_gating_func {kind} is not supported, only 1, softmax"
+        )
+    scale = get.values.get(f"{get.prefix}expert_weights_scale")
+    if scale is not None and not (isinstance(scale, int | float) and scale in (0, 1)):
+        raise LoadError(
+            f"{get.source}: {get.prefix}expert_weights_scale {short(scale)} is not supported, only 1"
+        )
 
 
 def _gguf_ffn_dim(get: Settings, tensors: Any, layer: int) -> int:
