@@ -52,4 +52,4 @@ def test_runs(path, smollm2_path, tmp_path, monkeypatch):
 
 
 def test_a_notebook_is_there():
-    assert [path.name for path in NOTEBOOKS][:1] == ["01_one_request.ipynb"]
+    assert [path.name for path in NOTEBOOKS][:2] == ["01_one_request.ipynb", "02_prefix_cache.ipynb"]

@@ -206,7 +206,10 @@ def _gap(engine: Engine, job: Job, place: int) -> float | None:
     if job.params.temperature or not job.params.replace(logprobs=None, prompt_logprobs=None).is_plain:
         return None
     params = job.params.replace(logprobs=2)
-    top = _scores(Client(engine).run(list(job.prompt), params, eos_ids=job.eos_ids))[place].top
+    scores = _scores(Client(engine).run(list(job.prompt), params, eos_ids=job.eos_ids))
+    if place >= len(scores):  # a broken build may write another answer each time
+        return None
+    top = scores[place].top
     return top[0][1] - top[1][1]
 
 

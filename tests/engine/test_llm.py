@@ -428,6 +428,14 @@ def test_a_chat_of_a_wrong_kind_is_one_error(llm):
         assert [type(result.error) for result in results] == [RequestError]
 
 
+def test_prompts_may_be_arrays(llm):
+    """A list of them, and the rows of one."""
+    rows = np.array([[5, 6, 7], [8, 9, 10]])
+    wanted = [result.outputs[0].token_ids for result in llm.generate(rows.tolist(), GREEDY)]
+    for prompts in (rows, list(rows), iter(rows)):
+        assert [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)] == wanted
+
+
 def test_prompts_may_come_from_a_generator(llm):
     short = GREEDY.replace(max_tokens=3)
     listed = llm.generate(["ab", "cd"], short)
@@ -490,7 +498,7 @@ def test_what_a_server_runs_compiles_nothing_with_samples_and_swaps(folder):
         ready = set(llm.engine._mover._programs)
         assert ready >= {(kind, 0, 1) for kind in ("copy", "gather", "scatter")}
         wait_until_warm(llm)
-        assert len(llm.engine._mover._programs) == 12
+        assert len(llm.engine._mover._programs) == 3 * len(llm.engine._mover.runs)
         llm.generate("twenty characters ..", GREEDY.replace(n=4))
         params = [GREEDY.replace(n=1 + i % 3, max_tokens=90, logprobs=i % 2 or None) for i in range(8)]
         results = llm.generate([f"{i} of eight " * 4 for i in range(8)], params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -415,6 +416,10 @@ def _as_codes(manifest, **settings):
     manifest["quantized"]["embed"] = {"shape": [61, 48], "kind": "int8", **settings}
 
 
+def _experts(**changes):
+    return {"num_experts": 5, "num_active": 2, "ffn_dim": 8, **changes}
+
+
 MANIFESTS = [
     (lambda m: m.update(version=2), "version 2 of the format.*newer xjax"),
     (lambda m: m.update(version="1"), "'version' must be a whole number"),
@@ -434,11 +439,27 @@ MANIFESTS = [
     (lambda m: _as_codes(m, shape=7), "embed.shape: expected a list"),
     (lambda m: _as_codes(m, shape=[7, 7]), r"must have shape \(61, 48\), found \(7, 7\)"),
     (lambda m: m["quantized"].update(nowhere={}), "codes nowhere have no place"),
-    (lambda m: m["config"].update(num_layers=10**9), "num_layers is 1000000000, more than"),
+    (lambda m: m["config"].update(num_layers=10**9, windows=[]), "num_layers is 1000000000, more than"),
     (lambda m: m["config"].update(num_layers="7"), "config.num_layers: '7' is not of the type int"),
     (lambda m: m["config"].update(mystery=1), "'mystery' is unknown to this version"),
     (lambda m: m["config"].pop("rope"), "missing.*rope"),
     (lambda m: m["config"]["rope"].update(factors=7), "config.rope.factors: expected a list"),
+    (lambda m: m["config"]["rope"].update(kind="spiral"), "config.rope: .*kind 'spiral' is unknown"),
+    (lambda m: m["config"]["rope"].update(dim=-16), "config.rope: .*-16 dimensions: its numbers do not fit"),
+    (lambda m: m["config"]["rope"].update(theta=math.nan), "config.rope: .*numbers do not fit"),
+    (
+        lambda m: m["config"]["rope"].update(dim=64),
+        "config: more dimensions of a head are rotated than there",
+    ),
+    (lambda m: m["config"].update(max_context=0), "config: sizes or heads are out of range"),
+    (lambda m: m["config"].update(max_context=10**12), "config: sizes or heads are out of range"),
+    (lambda m: m["config"].update(num_heads=3, num_kv_heads=2), "config: sizes or heads are out of range"),
+    (lambda m: m["config"].update(norm_eps=-1.0), "config: a scale, cap or epsilon is not above 0"),
+    (lambda m: m["config"].update(activation="swoosh"), "config: activation 'swoosh' is unknown"),
+    (lambda m: m["config"].update(windows=[9]), "config: 1 windows for 7 layers"),
+    (lambda m: m["config"]["parts"].update(norm="batch"), "config.parts: norms 'batch' with"),
+    (lambda m: m["config"].update(experts=_experts(num_active=6)), "cannot pass 6 of 5 experts"),
+    (lambda m: m["config"].update(experts=_experts(dense_layers=[7])), "must lie in 0 to 6"),
     (lambda m: m["files"].update({"../../etc/passwd": {"size": 1, "crc32": 1}}), "not the name of a file"),
     (lambda m: m["files"].update({"/etc/passwd": {"size": 1, "crc32": 1}}), "not the name of a file"),
     (lambda m: m["files"].update({"params/9/x": {"size": 1}}), "'crc32' must be a whole number"),

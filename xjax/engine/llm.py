@@ -433,7 +433,9 @@ def _listed(value: Any) -> list[Any]:
 def _many(prompts: Any, part: type) -> list[Any]:
     """Prompts as a list, when they may also be a single one: a text, or a list of `part`."""
     items = _listed(prompts)
-    return [items] if items and isinstance(items[0], part) and not isinstance(prompts, _NO_LISTS) else items
+    if isinstance(prompts, _NO_LISTS) or not items or getattr(items[0], "ndim", 0):  # a row of token ids
+        return items
+    return [items] if isinstance(items[0], part) else items
 
 
 def _folding(builder: ResultBuilder, settle: Callable[[RequestOutput], None]) -> Callable[[Delta], None]:

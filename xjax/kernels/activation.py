@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
 
 def activate(x: jax.Array, kind: str) -> jax.Array:
-    """Apply "silu", "gelu_tanh" or "gelu".
+    """Apply one of ACTIVATIONS.
 
     x        [..., F]  any floating dtype
     returns  [..., F]  dtype of x

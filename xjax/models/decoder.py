@@ -6,6 +6,7 @@
 family whose layers are of another kind writes a forward pass of its own.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from xjax.config import CacheSpec, PagedLayer, page_groups
 from xjax.errors import LoadError
+from xjax.kernels.activation import ACTIVATIONS
 from xjax.models import layers
 from xjax.models.experts import Experts, read_gguf_experts
 from xjax.models.layers import LayerConfig, LayerParts, Params
@@ -24,6 +26,8 @@ from xjax.models.rope_settings import factors_from_gguf, rope_dim_from_gguf, rop
 from xjax.models.settings import Settings, check_heads, short
 from xjax.state.batch import Batch
 from xjax.state.kv import EngineState
+
+_MAX_COUNT = 1 << 30  # of anything; it has to fit into the positions' int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,26 @@ class Config:
     parts: LayerParts = field(default_factory=LayerParts)
     experts: Experts | None = None
     layout: Layout = field(default_factory=Layout)
+
+    def __post_init__(self) -> None:
+        """Refuse what no reader makes: a converted model brings a config that an other version wrote."""
+        counts = (self.num_layers, self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim)
+        counts += (self.ffn_dim, self.vocab_size, self.max_context)
+        counts += tuple(window for window in self.windows if window is not None)
+        numbers = (self.norm_eps, self.query_scale, self.embed_scale, self.residual_scale, self.logit_scale)
+        numbers += (self.soft_cap, self.final_soft_cap)
+        if not all(1 <= count <= _MAX_COUNT for count in counts) or self.num_heads % self.num_kv_heads:
+            raise LoadError("sizes or heads are out of range")
+        if not all(number is None or 0 < number < math.inf for number in numbers):
+            raise LoadError("a scale, cap or epsilon is not above 0")
+        if self.activation not in ACTIVATIONS:
+            raise LoadError(f"activation {self.activation!r} is unknown")
+        if len(self.windows) not in (0, self.num_layers):
+            raise LoadError(f"{len(self.windows)} windows for {self.num_layers} layers")
+        if any(rope.dim > self.head_dim for rope in (self.rope, self.local_rope) if rope is not None):
+            raise LoadError("more dimensions of a head are rotated than there are")
+        if not all(0 <= i < self.num_layers for i in (self.experts.dense_layers if self.experts else ())):
+            raise LoadError(f"layers without experts must lie in 0 to {self.num_layers - 1}")
 
     @property
     def layer_experts(self) -> tuple[Experts | None, ...]:

@@ -42,6 +42,10 @@ class Experts:
     normalizes: bool = False
     dense_layers: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_active <= self.num_experts:
+            raise LoadError(f"a token cannot pass {self.num_active} of {self.num_experts} experts")
+
 
 @struct.dataclass
 class ExpertStack:
@@ -184,7 +188,7 @@ def read_hf_experts(get: Settings, *, num_experts: str, ffn_dim: str, **fields: 
 def read_dense_layers(get: Settings, num_layers: int) -> tuple[int, ...]:
     """Read which layers have an ordinary feed-forward, as Qwen's config.json files have it."""
     named = get.values.get("mlp_only_layers") or []
-    is_list = isinstance(named, list) and all(isinstance(i, int) for i in named)
+    is_list = isinstance(named, list) and all(type(i) is int for i in named)
     if not is_list or not all(0 <= i < num_layers for i in named):
         raise LoadError(f"{get.source}: mlp_only_layers must list layers from 0 to {num_layers - 1}")
     step = get.integer("decoder_sparse_step", 1)

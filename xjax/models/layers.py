@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
+from xjax.errors import LoadError
 from xjax.kernels import attention, head, pages
 from xjax.kernels.activation import activate
 from xjax.models.experts import Experts, ExpertsParams, experts_specs, gate_shards, mix
@@ -119,6 +120,10 @@ class LayerParts:
     pre_norms: bool = True
     post_norms: bool = False
     is_gated: bool = True
+
+    def __post_init__(self) -> None:
+        if self.norm not in ("rms", "layer") or self.qk_norm not in (None, "head", "whole"):
+            raise LoadError(f"norms {self.norm!r} with {self.qk_norm!r} of queries and keys are unknown")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xjax.errors import LoadError
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "long", "factors")
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -20,7 +24,7 @@ class Rope:
 
     dim               rotated dimensions of a head, the first ones
     theta             base of the geometric series
-    kind              "default", "linear", "dynamic", "llama3", "yarn", "long" or "factors"
+    kind              one of KINDS
     factor            of the scaling; positions shrink by it
     low, high         llama3, yarn: turns within the original context between which scaling fades in
     original_context  dynamic, llama3, yarn, long: tokens that the model was trained on before scaling
@@ -43,6 +47,17 @@ class Rope:
     scale: float = 1.0
     truncate: bool = True
     context: int = 0
+
+    def __post_init__(self) -> None:
+        # A kind that an older version does not know must not become plain angles.
+        if self.kind not in KINDS:
+            raise LoadError(f"rotary embedding of kind {self.kind!r} is unknown")
+        lists = {"factors": (self.factors,), "long": (self.factors, self.short_factors)}
+        is_fit = all(2 * len(factors) == self.dim for factors in lists.get(self.kind, ()))
+        numbers = (self.theta, self.factor, self.scale, *self.factors, *self.short_factors)
+        is_sound = self.dim > 0 and self.dim % 2 == 0 and all(0 < number < math.inf for number in numbers)
+        if not (is_fit and is_sound):
+            raise LoadError(f"rotary embedding of {self.dim} dimensions: its numbers do not fit")
 
     @property
     def reach(self) -> int:

@@ -57,7 +57,7 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
     found = {name: from_plain(hints[name], item, f"{where}.{name}") for name, item in value.items()}
     try:
         return kind(**found)
-    except (TypeError, ValueError) as error:  # a field without default is missing, or a check of its own
+    except (TypeError, ValueError, LoadError) as error:  # a field without default, or a check of its own
         raise LoadError(f"{where}: {error}; convert the model again") from error
 
 

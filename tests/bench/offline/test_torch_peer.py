@@ -33,7 +33,7 @@ def test_every_tensor_has_a_name(name, request):
 
 def test_a_folder_is_refused():
     class Folder:
-        kind, architecture = "hf", "LlamaForCausalLM"
+        kind, architecture, saved = "hf", "LlamaForCausalLM", None
 
     with pytest.raises(LoadError, match="reads GGUF files"):
         torch_peer.settings_of(Folder())
