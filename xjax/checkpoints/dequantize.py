@@ -126,7 +126,7 @@ def _bfloat16(blocks: Bytes, out: Floats) -> None:
     bits <<= 16
 
 
-def _nibbles(packed: Bytes, group: int) -> Bytes:
+def nibbles(packed: Bytes, group: int) -> Bytes:
     """Split bytes into the low then the high halves of each `group` of them: [blocks, 2 * bytes]."""
     packed = packed.reshape(len(packed), -1, group)
     out = np.empty((len(packed), packed.shape[1], 2, group), np.uint8)
@@ -135,7 +135,7 @@ def _nibbles(packed: Bytes, group: int) -> Bytes:
     return out.reshape(len(packed), -1)
 
 
-def _pairs(packed: Bytes, group: int) -> Bytes:
+def pairs(packed: Bytes, group: int) -> Bytes:
     """Split bytes into their four two-bit parts, group by group: [blocks, 4 * bytes]."""
     packed = packed.reshape(len(packed), -1, group)
     out = np.empty((len(packed), packed.shape[1], 4, group), np.uint8)
@@ -145,7 +145,7 @@ def _pairs(packed: Bytes, group: int) -> Bytes:
     return out.reshape(len(packed), -1)
 
 
-def _bit_planes(packed: Bytes) -> Bytes:
+def bit_planes(packed: Bytes) -> Bytes:
     """Bit i of every byte becomes row i: [blocks, 8, bytes], each 0 or 1."""
     out = np.empty((len(packed), 8, packed.shape[1]), np.uint8)
     for bit in range(8):
@@ -155,19 +155,20 @@ def _bit_planes(packed: Bytes) -> Bytes:
 
 
 def _q4_0(blocks: Bytes, out: Floats) -> None:
-    codes = _nibbles(blocks[:, 2:], 16).view(np.int8)
+    codes = nibbles(blocks[:, 2:], 16).view(np.int8)
     codes -= 8
     np.copyto(out, codes)
     out *= _half(blocks, 0)
 
 
 def _q4_1(blocks: Bytes, out: Floats) -> None:
-    np.copyto(out, _nibbles(blocks[:, 4:], 16))
+    np.copyto(out, nibbles(blocks[:, 4:], 16))
     out *= _half(blocks, 0)
     out += _half(blocks, 2)
 
 
-def _with_fifth_bit(high: Bytes, codes: Bytes) -> Bytes:
+def with_fifth_bit(high: Bytes, codes: Bytes) -> Bytes:
+    """Add to codes of 4 bits [blocks, 32] their fifth ones [blocks, 4], in place."""
     bits = np.unpackbits(np.ascontiguousarray(high), axis=1, bitorder="little")
     bits <<= 4
     codes |= bits
@@ -175,14 +176,14 @@ def _with_fifth_bit(high: Bytes, codes: Bytes) -> Bytes:
 
 
 def _q5_0(blocks: Bytes, out: Floats) -> None:
-    codes = _with_fifth_bit(blocks[:, 2:6], _nibbles(blocks[:, 6:], 16)).view(np.int8)
+    codes = with_fifth_bit(blocks[:, 2:6], nibbles(blocks[:, 6:], 16)).view(np.int8)
     codes -= 16
     np.copyto(out, codes)
     out *= _half(blocks, 0)
 
 
 def _q5_1(blocks: Bytes, out: Floats) -> None:
-    np.copyto(out, _with_fifth_bit(blocks[:, 4:8], _nibbles(blocks[:, 8:], 16)))
+    np.copyto(out, with_fifth_bit(blocks[:, 4:8], nibbles(blocks[:, 8:], 16)))
     out *= _half(blocks, 0)
     out += _half(blocks, 2)
 
@@ -196,7 +197,7 @@ def _q2_k(blocks: Bytes, out: Floats) -> None:
     scales = blocks[:, :16]
     step = _half(blocks, 80) * (scales & 15).astype(np.float32)
     low = _half(blocks, 82) * (scales >> 4).astype(np.float32)
-    np.copyto(out, _pairs(blocks[:, 16:80], 32))
+    np.copyto(out, pairs(blocks[:, 16:80], 32))
     groups = out.reshape(len(out), 16, 16)
     groups *= step[:, :, None]
     groups -= low[:, :, None]
@@ -204,11 +205,11 @@ def _q2_k(blocks: Bytes, out: Floats) -> None:
 
 def _q3_k(blocks: Bytes, out: Floats) -> None:
     packed = blocks[:, 96:108]
-    scales = _nibbles(packed[:, :8], 8) | (_pairs(packed[:, 8:], 4) << 4)
+    scales = nibbles(packed[:, :8], 8) | (pairs(packed[:, 8:], 4) << 4)
     step = _half(blocks, 108) * (scales.view(np.int8) - np.int8(32)).astype(np.float32)
-    codes = _pairs(blocks[:, 32:96], 32)
+    codes = pairs(blocks[:, 32:96], 32)
     # The third bit is stored inverted: a clear bit subtracts 4.
-    missing = _bit_planes(blocks[:, :32]).reshape(len(out), 256)
+    missing = bit_planes(blocks[:, :32]).reshape(len(out), 256)
     missing ^= 1
     missing <<= 2
     codes -= missing
@@ -216,16 +217,18 @@ def _q3_k(blocks: Bytes, out: Floats) -> None:
     out.reshape(len(out), 16, 16)[...] *= step[:, :, None]
 
 
-def _scales_and_mins(packed: Bytes) -> tuple[Floats, Floats]:
-    """Unpack twelve bytes into eight six-bit scales and eight six-bit minimums."""
+def scale_steps(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Unpack twelve bytes into eight six-bit scales and eight six-bit minimums: [blocks, 8] each."""
+    scales, mins = np.empty((len(packed), 8), np.uint8), np.empty((len(packed), 8), np.uint8)
     first, second, last = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scales = np.concatenate([first & 63, (last & 15) | ((first >> 2) & 48)], axis=1)
-    mins = np.concatenate([second & 63, (last >> 4) | ((second >> 2) & 48)], axis=1)
-    return scales.astype(np.float32), mins.astype(np.float32)
+    scales[:, :4], scales[:, 4:] = first & 63, (last & 15) | ((first >> 2) & 48)
+    mins[:, :4], mins[:, 4:] = second & 63, (last >> 4) | ((second >> 2) & 48)
+    return scales, mins
 
 
 def _scale_and_shift(blocks: Bytes, out: Floats) -> None:
-    scales, mins = _scales_and_mins(blocks[:, 4:16])
+    steps = scale_steps(blocks[:, 4:16])
+    scales, mins = (step.astype(np.float32) for step in steps)
     scales *= _half(blocks, 0)
     mins *= _half(blocks, 2)
     groups = out.reshape(len(out), 8, 32)
@@ -234,13 +237,13 @@ def _scale_and_shift(blocks: Bytes, out: Floats) -> None:
 
 
 def _q4_k(blocks: Bytes, out: Floats) -> None:
-    np.copyto(out, _nibbles(blocks[:, 16:], 32))
+    np.copyto(out, nibbles(blocks[:, 16:], 32))
     _scale_and_shift(blocks, out)
 
 
 def _q5_k(blocks: Bytes, out: Floats) -> None:
-    codes = _nibbles(blocks[:, 48:], 32)
-    fifth = _bit_planes(blocks[:, 16:48]).reshape(len(out), 256)
+    codes = nibbles(blocks[:, 48:], 32)
+    fifth = bit_planes(blocks[:, 16:48]).reshape(len(out), 256)
     fifth <<= 4
     codes |= fifth
     np.copyto(out, codes)
@@ -248,8 +251,8 @@ def _q5_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q6_k(blocks: Bytes, out: Floats) -> None:
-    codes = _nibbles(blocks[:, :128], 64)
-    high = _pairs(blocks[:, 128:192], 32)
+    codes = nibbles(blocks[:, :128], 64)
+    high = pairs(blocks[:, 128:192], 32)
     high <<= 4
     codes |= high
     codes -= 32
