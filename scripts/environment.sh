@@ -18,7 +18,7 @@ find_python() {
 has_extra() { # python, extra
   case $2 in
     test) "$1" -c 'import importlib.util as u, sys
-sys.exit(any(u.find_spec(n) is None for n in ("jax", "flax", "pytest", "pytest_timeout", "hypothesis", "gguf", "nbclient", "sentencepiece", "aiohttp", "xjax_server")))' 2>/dev/null ;;
+sys.exit(any(u.find_spec(n) is None for n in ("jax", "flax", "pytest", "pytest_timeout", "xdist", "hypothesis", "gguf", "nbclient", "sentencepiece", "aiohttp", "xjax_server")))' 2>/dev/null ;;
     dev) "$1" -c 'import importlib.util as u, sys
 sys.exit(any(u.find_spec(n) is None for n in ("pyright", "ruff", "xjax_server", "pytest")))' 2>/dev/null ;;
   esac

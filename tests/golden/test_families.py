@@ -212,7 +212,7 @@ MUTATIONS: dict[str, tuple[str, Any]] = {
     "Phi-3 window": ("phi3_short", _set(windows=())),
     "Phi-3 long factors": ("phi3_long", _rope(factors=tuple(1 + i / 8 for i in range(8)))),
     "Phi-3 long scale": ("phi3_long", _rope(scale=1.0)),
-    "Phi-4 partial rotation": ("phi3_mini4", _rope(dim=16, factors=(4.0,) * 8)),
+    "Phi-4 partial rotation": ("phi3_mini4", _rope(dim=16, factors=(4.0,) * 8, short_factors=(4.0,) * 8)),
     "GLM-4 partial rotation": ("glm4_biases", _set(rope=Rope(16))),
     "GLM-4 biases": ("glm4_biases", _on_attention(_zero("qkv_bias"))),
     "GLM-4 attention post norm": ("glm4_biases", _on_attention(NO_POST_NORM)),
