@@ -111,7 +111,7 @@ def measure_step(model: Model, threads: int, repeats: int) -> None:
     rest = sum(leaf.nbytes for leaf in leaves) - stacks
     num_bytes = rest + stacks * experts.num_active / experts.num_experts
     steps = {
-        name: StepAlone(model, threads=threads, rows=1, tokens=repeats + 128, backend=name)
+        name: StepAlone(model, threads=threads, rows=1, tokens=repeats + 128, kernels=name)
         for name in backends
     }
     rate, samples = ReadRate(model.params.embed), {name: [] for name in backends}

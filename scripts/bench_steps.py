@@ -1,6 +1,6 @@
 """The step alone as a subject of scripts/bench: compiled programs called back to back, no engine around.
 
-    scripts/bench_steps.py MODEL THREADS ROWS TOKENS     a subject of bench.offline.worker
+    scripts/bench_steps.py MODEL THREADS ROWS TOKENS KERNELS     a subject of bench.offline.worker
 
 What the engine takes longer than this is the host's share. Prompts are only counted: the time of a
 step does not depend on its token ids.
@@ -22,6 +22,7 @@ from xjax.engine.pack import shapes_of
 from xjax.engine.step import StepSpec
 from xjax.engine.warmup import ProgramCache, ProgramTable
 from xjax.errors import EngineError
+from xjax.kernels import attention
 from xjax.state.batch import BatchShape, Packed
 from xjax.state.kv import allocate
 from xjax_server.bench.offline.worker import serve
@@ -31,21 +32,24 @@ class StepAlone:
     """Programs over a state of their own."""
 
     def __init__(
-        self, model: str | Model, *, threads: int, rows: int, tokens: int, backend: str = "xla"
+        self, model: str | Model, *, threads: int, rows: int, tokens: int, kernels: str = "xla"
     ) -> None:
         set_threads(threads)
         device = jax.devices()[0]
         pages = rows * -(-tokens // 16) + 1
         options = EngineOptions(
-            max_num_seqs=rows, max_model_len=tokens, num_pages=pages, page_size=16, dtype="float32"
-        )
+            max_num_seqs=rows, max_model_len=tokens, num_pages=pages, page_size=16, dtype="float32",
+            kernels=kernels,
+        )  # fmt: skip
+        options = with_defaults(options, device)
+        attention.prepare(options.kernels)
         if isinstance(model, str):
             model = load_model(open_checkpoint(Path(model)), dtype="float32")
         self._model = model
-        plan = plan_engine(self._model, with_defaults(options, device), device=device)
+        plan = plan_engine(self._model, options, device=device)
         self._config = plan.scheduler
         self._state = allocate(plan.state, jax.sharding.SingleDeviceSharding(device))
-        spec = StepSpec(self._model.family, self._model.config, backend)
+        spec = StepSpec(self._model.family, self._model.config, options.kernels)
         cache = ProgramCache(cache_home() / "compiled")
         self._table = ProgramTable(spec, self._model.params, self._state, cache=cache)
         self._shapes = [shape for shape in shapes_of(self._config) if not shape.full]
@@ -59,11 +63,15 @@ class StepAlone:
         raise EngineError("the step alone answers no prompts")
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """`seconds` [1] of one call that takes the whole prompt."""
-        fits = [shape for shape in self._shapes if shape.num_prefill >= len(prompt)]
-        packed = self._packed(fits[0], fits[0].num_decode, len(prompt), row=0)
-        self._fill(packed, 0, np.arange(len(prompt)), at=fits[0].num_decode)
-        return {"seconds": [self._call(fits[0], packed)]}
+        """`seconds` [1] of the calls that take a prompt, as many as its chunks are."""
+        most, seconds = max(shape.num_prefill for shape in self._shapes), 0.0
+        for start in range(0, len(prompt), most):
+            positions = np.arange(start, min(start + most, len(prompt)))
+            shape = next(shape for shape in self._shapes if shape.num_prefill >= len(positions))
+            packed = self._packed(shape, shape.num_decode, len(positions), row=0)
+            self._fill(packed, 0, positions, at=shape.num_decode)
+            seconds += self._call(shape, packed)
+        return {"seconds": [seconds]}
 
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
         """`seconds` of calls in which every row takes one token behind its prompt."""
@@ -109,6 +117,6 @@ class StepAlone:
 
 
 if __name__ == "__main__":
-    path, *numbers = sys.argv[1:]
+    path, *numbers, kernels = sys.argv[1:]
     threads, rows, tokens = map(int, numbers)
-    serve(StepAlone(path, threads=threads, rows=rows, tokens=tokens))
+    serve(StepAlone(path, threads=threads, rows=rows, tokens=tokens, kernels=kernels))

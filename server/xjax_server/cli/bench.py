@@ -53,19 +53,31 @@ def takes_load_flags(command: Callable[..., None]) -> Callable[..., None]:
 def offline(
     *,
     model: Models = None,
-    peers: Annotated[str, typer.Option(help="engines to measure beside xjax: transformers")] = "",
+    peers: Annotated[
+        str, typer.Option(help="engines to measure beside xjax: transformers, llama-bench=PATH")
+    ] = "",
+    kernels: Annotated[
+        str, typer.Option(help="of our engine; with commas between them: all, beside the first")
+    ] = "auto",
     rows: Annotated[str, typer.Option(help="rows of the decode cases")] = "1,8,16",
-    prefill: Annotated[int, typer.Option(min=1, help="tokens of the prefill case")] = 512,
+    prefill: Annotated[str, typer.Option(help="tokens of the prefill cases")] = "512",
+    context: Annotated[int, typer.Option(min=1, help="tokens before a decode")] = 64,
     threads: Threads = 2,
     repeats: Annotated[int, typer.Option(min=1, help="rounds over all cases")] = 5,
     starts: Annotated[int, typer.Option(min=0, help="warm starts after a cold one; 0: neither")] = 3,
     json: Json = None,
 ) -> None:
-    """Time prefill, decode and start of the engine, without a server."""
-    _commands("offline").offline(
-        model or ["default"], rows=rows, prefill=prefill, threads=threads, repeats=repeats, starts=starts,
-        peers=peers, path=json, say=lambda text: note(f"bench: {text}"),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    """Time prefill, decode and start of the engine, without a server.
+
+    llama.cpp's programs run with the fastest of several settings for each case, which are printed with
+    their build flags. A model `random-1b-q4_k` is written once: a Llama without meaning.
+    """
+    commands = _commands("offline")
+    plan = commands.plan_of(
+        rows=rows, prefill=prefill, context=context, threads=threads, repeats=repeats, starts=starts,
+        kernels=kernels, peers=peers,
     )  # fmt: skip
+    commands.offline(model or ["default"], plan, path=json, say=lambda text: note(f"bench: {text}"))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
 
 
 @app.command()

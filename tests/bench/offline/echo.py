@@ -1,8 +1,9 @@
 """A subject of the benchmark that computes nothing and takes as long as it is told.
 
-    python -m tests.bench.offline.echo SECONDS [bad | dies]
+    python -m tests.bench.offline.echo SECONDS [bad | dies | mute | packed]
 
-`bad` answers other tokens than an honest one; `dies` ends at the first question about speed.
+`bad` answers other tokens than an honest one, `mute` none; `dies` ends at the first question about speed;
+`packed` has weights of few bytes.
 """
 
 import sys
@@ -20,14 +21,17 @@ class Echo:
 
     def describe(self) -> dict[str, Any]:
         sys.stdout.write("noise on standard output\n")
+        size = 600 if self.manner == "packed" else 4000
         return {
-            "weights_bytes": 4000, "read_weights": 1000, "head_weights": 100, "kv_bytes_per_token": 10,
-            "pages_bytes": 0, "vocab_size": 500, "options": {},
+            "weights_bytes": 4000, "read_weights": 1000, "read_bytes": size, "head_weights": 100,
+            "kv": [[3, None], [2, 32]], "kv_width": 2.0, "pages_bytes": 0, "vocab_size": 500, "options": {},
         }  # fmt: skip
 
     def check(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         if self.manner == "absent":
             raise LoadError("no weights here")
+        if self.manner == "mute":
+            return {"ids": None}
         return {"ids": [prompt[0] + (self.manner == "bad")] * num_tokens}
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:

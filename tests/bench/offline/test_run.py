@@ -14,10 +14,12 @@ from xjax_server.bench import compare
 from xjax_server.bench.machine import Probe, Work
 from xjax_server.bench.offline import report
 from xjax_server.bench.offline import run as offline
+from xjax_server.bench.offline.cases import Plan, new_prompt
 from xjax_server.bench.offline.worker import Worker
 from xjax_server.bench.samples import summarize
 
-PLAN = offline.Plan(rows=(1, 2), prefill=10, steps=3, threads=1, repeats=2, starts=0, peers=("fast", "gone"))
+SMALL = {"rows": (1, 2), "prefill": (10,), "steps": 3, "threads": 1, "repeats": 2, "starts": 0}
+PLAN = Plan(**SMALL, peers={"fast": "", "gone": ""})
 
 
 def _echo(*arguments):
@@ -29,8 +31,15 @@ def commands(monkeypatch):
     """Let the benchmark start echoes in place of engines; by name: seconds and manner."""
     monkeypatch.chdir(ROOT)
     found = {"xjax": _echo("0.010"), "fast": _echo("0.005")}
-    monkeypatch.setattr(offline, "PEERS", {"fast": lambda: None, "gone": lambda: "not installed"})
-    monkeypatch.setattr(offline.worker, "command", lambda name, model, **sizes: found[name])
+    monkeypatch.setattr(offline, "MISSING", {"fast": lambda path: None, "gone": lambda path: "not installed"})
+
+    def command(name, model, *, kernels="auto", **settings):
+        asked.append((name, settings))
+        return found.get(kernels) or found[name]
+
+    asked: list = []
+    found["asked"] = asked
+    monkeypatch.setattr(offline.worker, "command", command)
     return found
 
 
@@ -57,14 +66,43 @@ def test_medians_ratios_and_floor(commands):
     assert two["seconds"]["xjax"]["count"] == 6
     assert two["seconds"]["xjax step alone"]["median"] == pytest.approx(0.016)
     assert two["tokens_per_second"]["fast"] == pytest.approx(200)
-    # Two rows of 64 tokens, 10 bytes each, and 1000 weights of 4 bytes, at a million bytes a second.
-    assert two["floor_seconds"] == pytest.approx(5280 / 1e6)
-    assert two["times_the_floor"]["xjax"] == pytest.approx(0.020 / 0.00528)
+    # Two rows of 64 tokens, 3 numbers of 2 bytes each and 2 of the last 32, and 1000 weights of 4 bytes,
+    # at a million bytes a second.
+    assert two["read_bytes"]["xjax"] == 4000 + 2 * 2 * (3 * 64 + 2 * 32)
+    assert two["floor_seconds"]["xjax"] == pytest.approx(5024 / 1e6)
+    assert two["times_the_floor"]["xjax"] == two["times_reading"]["xjax"] == pytest.approx(0.020 / 0.005024)
     assert two["host_seconds"]["median"] == 0.001
     assert result["agrees"] == {"fast": True}
     assert result["skipped"] == {"gone": "not installed"}
     assert result["start"] is None
     assert json.loads(json.dumps(result)) == result
+
+
+def test_kernels_beside_each_other_have_their_own_bytes(commands):
+    commands["numba"] = _echo("0.005", "packed")
+    result = _run(Plan(**SMALL, kernels=("xla", "numba")))
+    one = result["cases"]["decode 1"]
+    assert one["ratio"] == {"xjax numba": pytest.approx(0.5)}
+    assert one["read_bytes"] == {"xjax": 4512, "xjax numba": 600 + 512}
+    assert one["times_reading"]["xjax numba"] == pytest.approx(0.005 / 0.001112)
+    assert result["agrees"] == {"xjax numba": True}
+    assert result["told"]["xjax numba"]["read_bytes"] == 600
+
+
+def test_a_peer_without_tokens_is_not_said_to_agree(commands):
+    commands["fast"] = _echo("0.005", "mute")
+    result = _run()
+    assert result["agrees"] == {}
+    assert result["cases"]["decode 1"]["ratio"] == {"fast": pytest.approx(0.5)}
+
+
+def test_pages_are_those_of_the_largest_case(commands):
+    plan = Plan(rows=(1, 16), prefill=(512, 2048), context=64)
+    assert plan.most_tokens == 2049
+    assert plan.num_pages == 16 * 23 + 1
+    assert Plan(rows=(1,), prefill=(2048,)).num_pages == 129 + 1
+    _run(PLAN)
+    assert commands["asked"][0] == ("xjax", {"threads": 1, "rows": 2, "tokens": 364, "pages": 47})
 
 
 def test_floor_of_many_rows_is_arithmetic():
@@ -76,7 +114,7 @@ def test_floor_of_many_rows_is_arithmetic():
 
 
 def test_no_sample_is_none(commands):
-    result = _run(offline.Plan(rows=(1,), prefill=10, repeats=0, starts=0))
+    result = _run(Plan(rows=(1,), prefill=(10,), repeats=0, starts=0))
     case = result["cases"]["decode 1"]
     assert case["seconds"] == {"xjax": None}
     assert case["tokens_per_second"] == {"xjax": None}
@@ -105,7 +143,7 @@ def test_a_dying_engine_is_an_error(commands):
 
 def test_prompts_are_new():
     source = random.Random(3)
-    prompts = [tuple(offline.new_prompt(64, 50000, source)) for _ in range(100)]
+    prompts = [tuple(new_prompt(64, 50000, source)) for _ in range(100)]
     assert len(set(prompts)) == 100
     assert min(map(min, prompts)) >= 300
     assert max(map(max, prompts)) < 50000

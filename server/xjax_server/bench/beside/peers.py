@@ -4,25 +4,17 @@ A peer is given the same weights, streams and threads, and runs with the fastest
 file of float32 weights is made with llama.cpp's own `llama-quantize` where that lies beside the server.
 """
 
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from xjax.errors import EngineError, RequestError
+from xjax.errors import RequestError
 from xjax_server.bench.beside.folder import write_folder
 from xjax_server.bench.beside.servers import Server, free_port
+from xjax_server.bench.programs import llama_build, output_of
 
 SERVED = "bench"  # the model's name at every server
-_CACHE_ENTRIES = (
-    "CMAKE_BUILD_TYPE",
-    "CMAKE_CXX_FLAGS",
-    "GGML_NATIVE",
-    "GGML_OPENMP",
-    "GGML_LLAMAFILE",
-    "GGML_CPU_REPACK",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,31 +119,15 @@ def check_peer(name: str) -> None:
         )
 
 
-def _output(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    except OSError as error:
-        raise EngineError(f"{command[0]} cannot be run: {error.strerror}") from error
-    text = done.stdout.decode(errors="replace").strip()
-    if done.returncode:
-        raise EngineError(
-            f"{command[0]} ended with code {done.returncode}: {(text.splitlines() or [''])[-1]}"
-        )
-    return text
-
-
 def _llama(path: str, model: str, folder: Path) -> list[Peer]:
-    build = {
-        "build": " ".join(_output([path, "--version"]).split()).removeprefix("version: "),
-        **_cmake_entries(Path(path)),
-    }
+    build = llama_build(path)
     found = [
         Peer(name="llama-server", model=model, program=(path,), settings=LLAMA_SETTINGS, build=build),
     ]
     quantize = Path(path).with_name("llama-quantize")
     if quantize.is_file():
         wide = folder / f"{Path(model).stem}-float32.gguf"
-        _output([str(quantize), "--allow-requantize", model, str(wide), "F32"])
+        output_of([str(quantize), "--allow-requantize", model, str(wide), "F32"])
         found.append(
             Peer(
                 name="llama-server float32",
@@ -164,20 +140,8 @@ def _llama(path: str, model: str, folder: Path) -> list[Peer]:
     return found
 
 
-def _cmake_entries(server: Path) -> dict[str, str]:
-    """Build flags, where the server still lies in the folder it was built in."""
-    for folder in server.resolve().parents[:2]:
-        try:
-            lines = (folder / "CMakeCache.txt").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            continue
-        entries = {key.partition(":")[0]: value for key, _, value in (line.partition("=") for line in lines)}
-        return {name: entries[name] for name in _CACHE_ENTRIES if entries.get(name)}
-    return {}
-
-
 def _vllm(path: str, model: str, sizes: Sizes, folder: Path) -> Peer:
-    version = _output([path, "-c", _VLLM_VERSION]).splitlines()[-1]
+    version = output_of([path, "-c", _VLLM_VERSION]).splitlines()[-1]
     is_folder = Path(model).is_dir()
     readable = Path(model) if is_folder else write_folder(Path(model), folder / f"{Path(model).stem}-folder")
     cores = "0" if sizes.threads == 1 else f"0-{sizes.threads - 1}"

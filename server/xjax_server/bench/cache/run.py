@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xjax_server.bench import machine
-from xjax_server.bench.offline.run import new_prompt
+from xjax_server.bench.offline.cases import new_prompt
 from xjax_server.bench.offline.worker import Worker
 from xjax_server.bench.samples import divide, median, summarize
 

@@ -16,8 +16,8 @@ from xjax_server.bench.beside import run as beside
 from xjax_server.bench.beside.peers import check_peer
 from xjax_server.bench.beside.servers import ending_children
 from xjax_server.bench.commands.flags import LoadFlags
+from xjax_server.bench.commands.models import find_models
 from xjax_server.bench.commands.results import check_path, finish, tables
-from xjax_server.bench.models import find_models
 from xjax_server.bench.samples import median, shown
 from xjax_server.bench.serving import report, run
 from xjax_server.bench.serving.client import Endpoint

@@ -11,12 +11,14 @@ from xjax_server.bench import compare as results
 from xjax_server.bench.cache import report as cache_report
 from xjax_server.bench.loading import report as loading_report
 from xjax_server.bench.offline import report as offline_report
+from xjax_server.bench.quality import report as quality_report
 from xjax_server.bench.serving import report as serving_report
 
 KINDS: dict[str, results.Numbers] = {
     "cache": cache_report.numbers,
     "loading": loading_report.numbers,
     "offline": offline_report.numbers,
+    "quality": quality_report.numbers,
     "serving": serving_report.numbers,
 }
 _WIDTH = 190  # of tables that go into a file

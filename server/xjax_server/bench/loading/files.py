@@ -1,7 +1,8 @@
 """Random Llama-shaped models of any size, written piece by piece in the forms that are loaded.
 
-Values are random but sane, names and shapes those of a real model; no tokenizer, no meaning. A
-tensor repeats a few megabytes of random blocks, so that writing takes as long as the disk does.
+Values are random but sane, names and shapes those of a real model; no meaning. GGUF files have a
+vocabulary, in which every text is its bytes, so that other programs read them too. A tensor repeats a
+few megabytes of random blocks, so that writing takes as long as the disk does.
 """
 
 import json
@@ -26,6 +27,10 @@ FORMATS = (*FOLDERS, *SHARDED, *GGUFS)
 _TILE = 8 << 20
 _NUM_SHARDS = 4
 _ALIGNMENT = 32
+_THETA = 500_000.0
+_SPECIAL = ("<unk>", "<s>", "</s>")
+# Kinds of pieces as the format numbers them.
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _HALVES = {"q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
 Tensors = Sequence[tuple[str, tuple[int, ...], str]]  # name, shape, stored as
@@ -200,7 +205,8 @@ def _write_gguf(path: Path, tensors: Tensors, shape: Shape) -> None:
 
 
 def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
 
 
 def _gguf_entries(shape: Shape) -> Iterator[bytes]:
@@ -215,4 +221,26 @@ def _gguf_entries(shape: Shape) -> Iterator[bytes]:
     }
     for key, value in numbers.items():
         yield _string(f"llama.{key}") + struct.pack("<II", 4, value)
-    yield _string("llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5)
+    for key, value in (("attention.layer_norm_rms_epsilon", 1e-5), ("rope.freq_base", _THETA)):
+        yield _string(f"llama.{key}") + struct.pack("<If", 6, value)
+    yield from _vocabulary_entries(shape.vocab)
+
+
+def _vocabulary_entries(size: int) -> Iterator[bytes]:
+    """Pieces of the "llama" kind: special ones, every byte, and words that nothing is joined to."""
+    start = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    kinds = [_UNKNOWN, _CONTROL, _CONTROL] + [_BYTE] * 256
+    num_words = max(0, size - len(start))
+    tokens = [*start, *(f"\u2581word{number}" for number in range(num_words))][:size]
+    kinds = (kinds + [_NORMAL] * num_words)[:size]
+    scores = [-float(i) for i in range(size)]
+    yield _string("tokenizer.ggml.model") + struct.pack("<I", 8) + _string("llama")
+    yield _array("tokenizer.ggml.tokens", 8, size, b"".join(map(_string, tokens)))
+    yield _array("tokenizer.ggml.scores", 6, size, np.array(scores, "<f4").tobytes())
+    yield _array("tokenizer.ggml.token_type", 5, size, np.array(kinds, "<i4").tobytes())
+    for name, token_id in (("bos", 1), ("eos", 2), ("unknown", 0)):
+        yield _string(f"tokenizer.ggml.{name}_token_id") + struct.pack("<II", 4, token_id)
+
+
+def _array(key: str, kind: int, count: int, data: bytes) -> bytes:
+    return _string(key) + struct.pack("<IIQ", 9, kind, count) + data

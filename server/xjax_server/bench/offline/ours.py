@@ -3,20 +3,20 @@
 What is timed is what a client of the engine sees, host work included. Knows no peer.
 """
 
+import dataclasses
 import itertools
+import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import xjax
 from xjax.config import PagedLayer, cache_home
 from xjax.errors import EngineError
 from xjax.request import FinishReason, Request, SamplingParams, TokenEvent
-
-_PAGE = 16
-DECODE_ROOM = 300  # tokens after a prompt: rows that start early go on until the last one has begun
+from xjax_server.bench.offline.cases import DECODE_ROOM, PAGE
 
 
 class OurEngine:
@@ -25,37 +25,54 @@ class OurEngine:
     threads   processor threads
     rows      sequences at once
     tokens    longest sequence, prompt and answer
+    pages     of 16 tokens; None: as many as all rows need
+    options   further ones of the engine
     """
 
-    def __init__(self, model: str, *, threads: int, rows: int, tokens: int) -> None:
+    def __init__(
+        self, model: str, *, threads: int, rows: int, tokens: int, pages: int | None = None, **options: Any
+    ) -> None:
         self._llm = xjax.LLM(
             model,
             threads=threads,
             max_num_seqs=rows,
             max_model_len=tokens,
-            num_pages=rows * -(-tokens // _PAGE) + 1,
-            page_size=_PAGE,
+            num_pages=pages or rows * -(-tokens // PAGE) + 1,
+            page_size=PAGE,
             dtype="float32",
             skip_tokenizer_init=True,
             compile_cache=str(cache_home() / "compiled"),
+            **options,
         )
         self._serial = itertools.count()
 
     def describe(self) -> dict[str, Any]:
-        """Sizes of the model in bytes and tokens, and the engine's settings."""
-        model, memory = self._llm.model, self._llm.plan.memory
+        """Sizes of the model in numbers and bytes, and the engine's settings.
+
+        read_weights, read_bytes   what a step reads of the weights
+        head_weights               numbers of the head, which scores fewer tokens than a step has
+        kv                         [numbers of a token, window] of each kind of layer; kv_width: bytes of one
+        """
+        model, memory, params = self._llm.model, self._llm.plan.memory, self._llm.model.params
+        # An embedding that is also the head is read whole; one beside a head is only looked up.
+        counts, lookups = (
+            count_weights(params),
+            count_weights(params.embed if params.head is not None else ()),
+        )
         paged = [layer for layer in model.spec if isinstance(layer, PagedLayer)]
-        config = model.config
-        embedding = config.vocab_size * config.embed_dim
-        count = memory.weights // 4
+        kv: dict[int | None, int] = {}
+        for layer in paged:
+            kv[layer.window] = kv.get(layer.window, 0) + 2 * layer.num_kv_heads * layer.head_dim
+        kv_bytes = sum(memory.page_bytes) / memory.page_size
         return {
             "weights_bytes": memory.weights,
-            # An embedding that is also the head is read whole; one beside a head is only looked up.
-            "read_weights": count if config.tied else count - embedding,
-            "head_weights": embedding,
-            "kv_bytes_per_token": sum(8 * layer.num_kv_heads * layer.head_dim for layer in paged),
+            "read_weights": counts[0] - lookups[0],
+            "read_bytes": counts[1] - lookups[1],
+            "head_weights": model.config.vocab_size * model.config.embed_dim,
+            "kv": [[numbers, window] for window, numbers in kv.items()],
+            "kv_width": kv_bytes / max(1, sum(kv.values())),
             "pages_bytes": memory.pages_total,
-            "vocab_size": config.vocab_size,
+            "vocab_size": model.config.vocab_size,
             "options": {name: str(value) for name, value in vars(self._llm.options).items()},
         }
 
@@ -124,6 +141,26 @@ class OurEngine:
     def close(self) -> None:
         """Stop the engine."""
         self._llm.close()
+
+
+def count_weights(tree: Any) -> tuple[int, int]:
+    """Numbers that a tree of parameters stands for, and the bytes that it takes.
+
+    What holds codes has a shape of its own, which counts, and parts, whose bytes count.
+    """
+    if dataclasses.is_dataclass(cast(object, tree)):
+        found = [count_weights(getattr(tree, item.name)) for item in dataclasses.fields(tree)]
+        shape = getattr(tree, "shape", None)
+        return sum(count for count, _ in found) if shape is None else math.prod(shape), _bytes(found)
+    if isinstance(tree, Mapping | list | tuple):
+        parts = cast("Mapping[str, Any] | Sequence[Any]", tree)
+        found = [count_weights(part) for part in (parts.values() if isinstance(parts, Mapping) else parts)]
+        return sum(count for count, _ in found), _bytes(found)
+    return (math.prod(tree.shape), tree.nbytes) if hasattr(tree, "nbytes") else (0, 0)
+
+
+def _bytes(found: Sequence[tuple[int, int]]) -> int:
+    return sum(size for _, size in found)
 
 
 class _Row:

@@ -24,12 +24,15 @@ def _spread(summary: Mapping[str, float] | None) -> str:
 
 
 def _model_table(found: Mapping[str, Any]) -> Table:
-    columns = ("case", "engine", "ms", "range", "tokens/s", "x floor", "slower than xjax")
+    columns = (
+        "case", "engine", "ms", "range", "tokens/s", "reads MB", "x reading", "x floor", "slower than xjax",
+    )  # fmt: skip
     table = Table(*columns, title=found["model"], box=None, pad_edge=False, title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
     for name, case in found["cases"].items():
-        table.add_row(name, "floor", shown(_ms(case["floor_seconds"])), "", "", "1.00", "")
+        floor = case["floor_seconds"][next(iter(case["seconds"]))]
+        table.add_row(name, "floor", shown(_ms(floor)), "", "", "", "", "1.00", "")
         for engine, summary in case["seconds"].items():
             table.add_row(
                 "",
@@ -37,6 +40,8 @@ def _model_table(found: Mapping[str, Any]) -> Table:
                 shown(_ms(median(summary))),
                 _spread(summary),
                 shown(case["tokens_per_second"][engine]),
+                shown(case["read_bytes"][engine] / 1e6, 0),
+                shown(case["times_reading"][engine], 2),
                 shown(case["times_the_floor"][engine], 2),
                 shown(case["ratio"][engine], 2) if engine in case["ratio"] else "",
             )
@@ -45,14 +50,22 @@ def _model_table(found: Mapping[str, Any]) -> Table:
 
 def _model_lines(found: Mapping[str, Any]) -> Iterator[str]:
     sizes = found["sizes"]
+    kv = sizes["kv_width"] * sum(numbers for numbers, _ in sizes["kv"])
     yield (
-        f"parameters {sizes['weights_bytes'] / 1e6:,.0f} MB float32, "
-        f"pages {sizes['kv_bytes_per_token'] / 1e3:,.1f} kB a token"
+        f"parameters {sizes['weights_bytes'] / 1e6:,.0f} MB, of which a step reads "
+        f"{sizes['read_bytes'] / 1e6:,.0f}; pages {kv / 1e3:,.1f} kB a token"
     )
     for name, agrees in found["agrees"].items():
         yield f"{name}: {'same greedy tokens' if agrees else 'OTHER TOKENS: the comparison means little'}"
     for name, reason in found["skipped"].items():
         yield f"{name}: skipped: {reason}"
+    for name, told in found["told"].items():
+        if told.get("build"):
+            yield f"{name}: " + ", ".join(f"{key} {value}" for key, value in told["build"].items())
+    for name, cases in found["tuned"].items():
+        for case, reply in cases.items():
+            tried = ", ".join(f"{item['name']} {shown(_ms(item['seconds']))}" for item in reply["tried"])
+            yield f"{name}, {case}: with {reply['setting']} (ms: {tried})"
     for name, case in found["cases"].items():
         if case["host_seconds"] is not None:
             yield f"host time of a step, {name}: {shown(_ms(median(case['host_seconds'])), 2)} ms"

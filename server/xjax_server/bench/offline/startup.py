@@ -28,10 +28,14 @@ class Start:
     peak_bytes: int
 
 
-def generate_command(model: str, prompt: str, *, threads: int, num_tokens: int) -> list[str]:
+def generate_command(
+    model: str, prompt: str, *, threads: int, num_tokens: int, kernels: str = "auto"
+) -> list[str]:
     """The command that is measured; every option not named here is at its default."""
     program = "import sys; from xjax_server.cli import main; sys.exit(main())"
     flags = ["--threads", str(threads), "--max-tokens", str(num_tokens), "--temperature", "0"]
+    if kernels != "auto":
+        flags += ["--kernels", kernels]
     return [sys.executable, "-c", program, "generate", "--model", model, *flags, prompt]
 
 

@@ -112,8 +112,7 @@ def settings_of(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
 class TorchPeer:
     """transformers' own model class in inference mode."""
 
-    def __init__(self, model: str, *, threads: int, rows: int, tokens: int) -> None:
-        del rows, tokens  # its cache grows as it goes
+    def __init__(self, model: str, *, threads: int) -> None:
         reason = missing()
         if reason is not None:
             raise LoadError(f"the transformers peer cannot run: {reason}")

@@ -3,7 +3,8 @@
     parent: Worker(command) -- {"do": "decode", ...} --> child: serve(subject)
                             <-- {"seconds": [...]} ----
 
-`python -m xjax_server.bench.offline.worker NAME MODEL THREADS ROWS TOKENS` starts a subject by its name.
+`python -m xjax_server.bench.offline.worker NAME MODEL SETTINGS` starts a subject by its name; SETTINGS is
+a JSON object of what its class takes.
 """
 
 import json
@@ -15,7 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from xjax.errors import EngineError, XjaxError
+from xjax_server.bench.offline.llama_peer import LlamaPeer
 from xjax_server.bench.offline.ours import OurEngine
+from xjax_server.bench.offline.peers import LLAMA, TORCH
 from xjax_server.bench.offline.torch_peer import TorchPeer
 
 Prompts = Sequence[Sequence[int]]
@@ -29,7 +32,7 @@ class Subject(Protocol):
         ...
 
     def check(self, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-        """Greedy `ids` after a prompt, to see that engines compute the same."""
+        """Greedy `ids` after a prompt, to see that engines compute the same; None: it cannot tell."""
         ...
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
@@ -58,6 +61,9 @@ def answer(subject: Subject, question: dict[str, Any]) -> dict[str, Any]:
         return subject.decode(question["prompts"], question["num_tokens"])
     if do == "serve" and isinstance(subject, OurEngine):
         return subject.serve(question["prompts"], question["num_tokens"], question["streams"])
+    if do == "tune" and isinstance(subject, LlamaPeer):
+        sizes = {name: question[name] for name in ("rows", "tokens", "context", "num_tokens")}
+        return subject.tune(**sizes)
     raise EngineError(f"a benchmark worker knows no {do!r}")
 
 
@@ -129,25 +135,16 @@ class Worker:
         self._errors.close()
 
 
-def command(name: str, model: str, *, threads: int, rows: int, tokens: int) -> list[str]:
-    """How to start a subject of this package."""
-    return [
-        sys.executable,
-        "-m",
-        "xjax_server.bench.offline.worker",
-        name,
-        model,
-        str(threads),
-        str(rows),
-        str(tokens),
-    ]
+def command(name: str, model: str, **settings: Any) -> list[str]:
+    """How to start a subject of this package with what its class takes."""
+    return [sys.executable, "-m", "xjax_server.bench.offline.worker", name, model, json.dumps(settings)]
 
 
 def main(arguments: Sequence[str]) -> None:
     """Make the subject that the arguments name and serve it."""
-    name, model, threads, rows, tokens = arguments
-    makers: dict[str, type[OurEngine] | type[TorchPeer]] = {"xjax": OurEngine, "transformers": TorchPeer}
-    serve(makers[name](model, threads=int(threads), rows=int(rows), tokens=int(tokens)))
+    name, model, settings = arguments
+    makers: dict[str, Callable[..., Subject]] = {"xjax": OurEngine, TORCH: TorchPeer, LLAMA: LlamaPeer}
+    serve(makers[name](model, **json.loads(settings)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Whether one configuration computes what another does: perplexity of a text, and greedy tokens."""
