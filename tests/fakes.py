@@ -3,7 +3,8 @@
 `FakeModel` is a model whose next token can be computed by hand. Its cache entry of a token is a
 hash of the token and of the entries that the token can see, in each page group through that
 group's window, as keys and values of deep layers are; so one wrong, stale or missing entry read
-anywhere changes every later token. `FakeDevice` runs `Plan`s with it on numpy pages; `FakeLoop`
+anywhere changes every later token. With `has_state` it hashes a state of the sequence too, which each
+token changes, as recurrent layers do. `FakeDevice` runs `Plan`s with it on numpy pages; `FakeLoop`
 is the engine's loop around a scheduler.
 """
 
@@ -37,14 +38,19 @@ class FakeModel:
     windows: tuple[int | None, ...]
     vocab: int = 61
     nan_token: int = 60
+    has_state: bool = False
 
     def is_nan(self, token: int, position: int) -> bool:
         """Whether the logits of this token at this position are not finite."""
         return token == self.nan_token and position % 4 == 0
 
-    def entry(self, token: int, position: int, seen: list[np.ndarray]) -> int:
-        """Cache entry of a token; `seen` by group are the entries before it that it sees."""
-        return _mix(struct.pack("<ii", token, position), *(entries.tobytes() for entries in seen))
+    def entry(self, token: int, position: int, seen: list[np.ndarray], state: int = 0) -> int:
+        """Cache entry of a token; `seen` by group are the entries before it that it sees, `state` its own."""
+        return _mix(struct.pack("<iiI", token, position, state), *(entries.tobytes() for entries in seen))
+
+    def next_state(self, state: int, token: int) -> int:
+        """The state after a token; that of nothing is 0."""
+        return _mix(struct.pack("<Ii", state, token)) if self.has_state else 0
 
     def seen(self, entries: np.ndarray, group: int, position: int) -> np.ndarray:
         """Of the entries of a sequence in a group, those before `position` that it sees."""
@@ -94,7 +100,7 @@ def _columns(sampling: SamplingParams, sample_id: int) -> tuple[float, ...]:
 def answer_alone(model: FakeModel, request: Request, sample_id: int, longest: int) -> Answer:
     """Work out a sample by hand: no pages, no batch, no scheduler."""
     sampling, tokens, entries, answer = request.sampling, list(request.prompt_ids), [], Answer()
-    num_prompt = len(tokens)
+    num_prompt, state = len(tokens), 0
     room = longest - num_prompt
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     eos = set() if sampling.ignore_eos else set(request.eos_ids)
@@ -108,7 +114,8 @@ def answer_alone(model: FakeModel, request: Request, sample_id: int, longest: in
         while len(entries) < len(tokens):
             position, array = len(entries), np.array(entries, np.uint32)
             seen = [model.seen(array, group, position) for group in range(len(model.windows))]
-            entries.append(model.entry(tokens[position], position, seen))
+            state = model.next_state(state, tokens[position])
+            entries.append(model.entry(tokens[position], position, seen, state))
         if model.is_nan(tokens[-1], len(tokens) - 1):
             answer.reason = FinishReason.ERROR
             break
@@ -152,6 +159,7 @@ class FakeDevice:
         self.pages: list[np.ndarray] = []
         self.hosts: list[np.ndarray] = []
         self.last_token = np.empty(0, np.int64)
+        self.states, self.host_states = np.empty(0, np.uint32), np.empty(0, np.uint32)
         self._queue: list[Callable[[], None]] = []
         self.reset()
 
@@ -163,6 +171,8 @@ class FakeDevice:
         if not self.hosts:
             counts = self.config.host_pages or (0,) * len(self.pages)
             self.hosts = [np.full((count + 1, size), POISON, np.uint32) for count in counts]
+            self.host_states = np.full(self.config.host_states + 1, POISON, np.uint32)
+        self.states = np.full(self.config.max_num_seqs, POISON, np.uint32)
         self.last_token = np.full(self.config.max_num_seqs, -1)
 
     def poison(self, group: int, pages: list[int]) -> None:
@@ -173,18 +183,25 @@ class FakeDevice:
         """Spoil host slots that nobody may read any more, not even a load that has not run."""
         self.hosts[group][slots] = POISON
 
+    def poison_states(self, rows: list[int], slots: list[int]) -> None:
+        """Spoil the states of rows that nobody has, and host slots for states likewise."""
+        self._queue.append(lambda: self.states.__setitem__(rows, POISON))
+        self.host_states[slots] = POISON
+
     def save(self, transfer: Transfer) -> Callable[[], bool]:
         """Put a save into the queue; call what comes back to land its pages, if they can be had."""
         read: list[np.ndarray] = []
-        is_done = self._enqueue(
-            lambda: read.extend(pages[ids] for pages, ids in zip(self.pages, transfer.pages, strict=True))
-        )
+        is_done = self._enqueue(lambda: read.extend([
+            *(pages[ids] for pages, ids in zip(self.pages, transfer.pages, strict=True)),
+            self.states[transfer.rows],
+        ]))  # fmt: skip
 
         def land() -> bool:
             if not is_done():
                 return False
-            for host, slots, values in zip(self.hosts, transfer.slots, read, strict=True):
+            for host, slots, values in zip(self.hosts, transfer.slots, read[:-1], strict=True):
                 host[slots] = values
+            self.host_states[transfer.states] = read[-1]
             return True
 
         return land
@@ -197,6 +214,7 @@ class FakeDevice:
                 self.pages, self.hosts, transfer.pages, transfer.slots, strict=True
             ):
                 pages[ids] = host[slots]
+            self.states[transfer.rows] = self.host_states[transfer.states]
 
         return self._enqueue(run)
 
@@ -246,8 +264,13 @@ class FakeDevice:
         inputs += [(chunk.start, chunk.token_ids.tolist()) for chunk in plan.chunks]
         histories = [self._history(plan, row) for row in range(len(inputs))]  # reads before writes
         for row, (start, tokens) in enumerate(inputs):
+            assert plan.recurrent_fresh is not None
+            slot = plan.slots[row]
+            state = 0 if plan.recurrent_fresh[row] else int(self.states[slot])
             for position, token in enumerate(tokens, start):
-                self._compute(plan, row, histories[row], position, token)
+                state = self.model.next_state(state, token)
+                self._compute(plan, row, histories[row], position, token, state)
+            self.states[slot] = state
         return self._sample(plan, inputs, histories)
 
     def _check_shape(self, plan: Plan) -> None:
@@ -268,9 +291,11 @@ class FakeDevice:
     def _history(self, plan: Plan, row: int) -> list[np.ndarray]:
         return [pages[plan.tables[group, row]].reshape(-1) for group, pages in enumerate(self.pages)]
 
-    def _compute(self, plan: Plan, row: int, history: list[np.ndarray], position: int, token: int) -> None:
+    def _compute(
+        self, plan: Plan, row: int, history: list[np.ndarray], position: int, token: int, state: int
+    ) -> None:
         seen = [self.model.seen(entries, group, position) for group, entries in enumerate(history)]
-        entry = self.model.entry(token, position, seen)
+        entry = self.model.entry(token, position, seen, state)
         page, offset = divmod(position, self.config.page_size)
         for group, entries in enumerate(history):
             entries[position] = entry
@@ -494,3 +519,4 @@ class FakeLoop:
         for group, (pool, host) in enumerate(zip(book.pools, book.hosts, strict=True)):
             self.device.poison(group, list(pool._free))
             self.device.poison_slots(group, list(host._free))
+        self.device.poison_states(list(self.scheduler._roster.rows._free), list(book.states._free))

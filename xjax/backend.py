@@ -74,9 +74,10 @@ def cache_stats(stats: Mapping[str, float]) -> dict[str, Any]:
     records, cached_tokens   pages of tokens that can be found now, and tokens in them
     pages                by group, now: used by sequences, idle (kept, used by none), kept, total
     host_slots           by group, now: pages in host memory used or kept, total
-    swap                 "out", "in": sequences, pages, bytes, seconds; retained_pages: stayed on the device
-                         while their sequence was swapped; failures: moves that failed and were made up for;
-                         waiting: sequences that are swapped now
+    host_states          now: recurrent states of sequences in host memory, total
+    swap                 "out", "in": sequences, pages, states, bytes, seconds; retained_pages: stayed on the
+                         device while their sequence was swapped; failures: moves that failed and were made up
+                         for; waiting: sequences that are swapped now
     """
 
     def count(name: str) -> int:
@@ -84,7 +85,7 @@ def cache_stats(stats: Mapping[str, float]) -> dict[str, Any]:
 
     def direction(name: str) -> dict[str, float]:
         counts: dict[str, float] = {
-            unit: count(f"swap_{name}_{unit}") for unit in ("sequences", "pages", "bytes")
+            unit: count(f"swap_{name}_{unit}") for unit in ("sequences", "pages", "states", "bytes")
         }
         return {**counts, "seconds": float(stats.get(f"swap_{name}_seconds", 0.0))}
 
@@ -106,6 +107,7 @@ def cache_stats(stats: Mapping[str, float]) -> dict[str, Any]:
         "cached_tokens": count("prefix_cached_tokens"),
         "pages": groups("pages", ("used", "idle", "cached", "total")),
         "host_slots": groups("host_slots", ("used", "total")),
+        "host_states": {name: count(f"host_states_{name}") for name in ("used", "total")},
         "swap": {
             "out": direction("out"),
             "in": direction("in"),

@@ -282,6 +282,8 @@ class SchedulerConfig:
     namespace: bytes = bytes(32)  # of page keys: everything but the tokens that a page's bytes depend on
     host_pages: tuple[int, ...] | None = None  # slots in host memory by group, None for none
     page_bytes: tuple[int, ...] | None = None  # by group, to judge what moving a page costs
+    host_states: int = 0  # slots in host memory for the recurrent state of a sequence
+    state_bytes: int = 0  # of the recurrent state of a sequence
     preemption_mode: str = "auto"  # auto, swap or recompute
     least_awaited: int = 32  # tokens worth waiting for while another computes them: the cost of a step
 

@@ -34,6 +34,8 @@ _GAUGES = {
     "queued_requests": ("queued_requests", "Requests of which nothing has run."),
     "prefix_records": ("prefix_cache_records", "Pages of tokens that a prompt can be found in."),
     "prefix_cached_tokens": ("prefix_cache_tokens", "Tokens in these."),
+    "host_states_used": ("host_states_used", "Recurrent states of sequences in host memory."),
+    "host_states_total": ("host_states_capacity", "Recurrent states that host memory has room for."),
 }
 _COUNTERS = {
     "engine_steps": ("engine_steps", "Steps of the engine."),
@@ -64,7 +66,8 @@ _LABELLED = {
     "prefix_cache_misses": ("Prompts that found no kept page, by reason.", "reason", "prefix_misses_{}"),
     "swap_sequences": ("Sequences swapped.", "direction", "swap_{}_sequences"),
     "swap_pages": ("Pages moved to the host (out) and back (in).", "direction", "swap_{}_pages"),
-    "swap_bytes": ("Bytes of these pages.", "direction", "swap_{}_bytes"),
+    "swap_states": ("Recurrent states moved with them.", "direction", "swap_{}_states"),
+    "swap_bytes": ("Bytes of all of these.", "direction", "swap_{}_bytes"),
     "swap_seconds": ("Time that the host spent on moving them.", "direction", "swap_{}_seconds"),
 }
 _LABELS = {"reason": MISS_REASONS, "direction": ("out", "in")}

@@ -51,6 +51,23 @@ def test_recurrent_state_and_programs_count():
     assert found.recurrent == 20 * MB and found.programs == RUNTIME_BYTES + 4 * PROGRAM_BYTES
 
 
+def test_states_on_the_host_are_as_many_times_the_rows_and_count_where_memory_is_one():
+    changes = {"available": FIXED + 60 * MB, "recurrent": 10 * MB, "state_bytes": MB}
+    for fold, count in ((0.0, 0), (0.5, 4), (0.51, 5), (2.0, 16)):
+        apart = plan(**changes, host_fold=fold)
+        assert (apart.host_states, apart.state_bytes) == (count, MB)
+        assert apart.num_pages == plan(**changes).num_pages
+        shared = plan(**changes, host_fold=fold, is_shared=True)
+        less = plan(
+            **(changes | {"recurrent": (10 + count) * MB, "state_bytes": 0}), host_fold=fold, is_shared=True
+        )
+        assert shared.num_pages == less.num_pages and shared.host_states == count
+    assert ("recurrent state", "10 MB, 16 MB on the host") in shared.table()
+    assert (
+        plan((RecurrentLayer(2, 8, 8),), state_bytes=MB, host_fold=1.0).host_states == 0
+    )  # none is preempted
+
+
 def test_num_pages_overrides_below_one_longest_sequence():
     found = plan(num_pages=11)
     assert found.num_pages == (11,) and found.longest == 160 and found.total_tokens == 160

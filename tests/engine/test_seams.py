@@ -1,7 +1,7 @@
 """What later parts will stand on, with fakes: recurrent slots, embeddings from outside, three position
 axes, codes as weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.engine.null_family import by_hand, recurrent_model
 from tests.engine.tiny import VOCAB, Client, make_kit
-from xjax.config import PagedLayer, RecurrentLayer
 from xjax.engine.build import Model
 from xjax.engine.loop import Engine
 from xjax.engine.step import StepSpec, step
@@ -30,79 +30,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 # ---- recurrent layers --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RecurrentConfig:
-    """As much as the engine asks of a config."""
-
-    embed_dim: int = 8
-    ffn_dim: int = 8
-    num_heads: int = 1
-    head_dim: int = 8
-    vocab_size: int = VOCAB
-    max_context: int = 160
-
-
-class RecurrentFamily:
-    """The next token is a number that is carried along: it is times 31, plus the token, modulo VOCAB."""
-
-    name = "recurrent"
-
-    def cache_spec(self, config):
-        """A layer with pages and two recurrent ones."""
-        return (
-            RecurrentLayer(1, 1, 1, conv_channels=1, conv_width=2),
-            PagedLayer(1, 8),
-            RecurrentLayer(1, 1, 1),
-        )
-
-    def for_length(self, config, length):
-        """Of the context alone."""
-        return replace(config, max_context=length)
-
-    def forward(self, params, config, state, batch, *, wanted=None):
-        """Walk through the tokens one by one, each row with its own number."""
-        carried = state.recurrent[0].s[batch.recurrent_read, 0, 0, 0]
-
-        def advance(carried, token):
-            token_id, position, row = token
-            number = jnp.where(position >= 0, (carried[row] * 31 + token_id + 1) % VOCAB, carried[row])
-            return carried.at[row].set(number), number
-
-        tokens = (batch.token_id.astype(jnp.float32), batch.position, batch.row_of)
-        carried, numbers = jax.lax.scan(advance, carried, tokens)
-        first = state.recurrent[0]
-        first = replace(first, s=first.s.at[batch.recurrent_write, 0, 0, 0].set(carried))
-        hidden = numbers[:, None] + params[0][None, :1]
-        state = replace(state, recurrent=(first, *state.recurrent[1:]))
-        return hidden if wanted is None else hidden[wanted], state
-
-    def logits(self, params, config, hidden, *, backend="xla", mesh=None):
-        """Highest at the carried number."""
-        return -jnp.square(jnp.arange(config.vocab_size, dtype=jnp.float32)[None, :] - hidden)
-
-
-def by_hand(prompt, count):
-    number, tokens = 0, []
-    for token in prompt:
-        number = (number * 31 + token + 1) % VOCAB
-    while len(tokens) < count:
-        tokens.append(number)
-        number = (number * 31 + number + 1) % VOCAB
-    return tokens
-
-
 @pytest.fixture(scope="module")
 def recurrent():
     """A kit with snapshot slots, and an allocation whose every slot but the zero one is poisoned."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.device_put((jnp.zeros(8), jnp.zeros(8)), sharding)
-    model = Model(RecurrentFamily(), RecurrentConfig(), params, jnp.dtype("float32"))
+    model, sharding = recurrent_model(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     kit = make_kit(model, rows=(4,))
     shapes = abstract_state(model.spec, num_pages=(40,), page_size=4, num_rows=4, num_snapshots=3)
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
     )
-    table = type(kit.table)(kit.table._spec, params, placed)
+    table = type(kit.table)(kit.table._spec, model.params, placed)
 
     def poisoned():
         state = allocate(shapes, sharding)

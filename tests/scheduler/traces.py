@@ -77,6 +77,7 @@ def make_config(rng: np.random.Generator, **changes: object) -> SchedulerConfig:
     if rng.random() < 0.7:
         share = rng.choice([0.3, 1.0, 2.0])
         values["host_pages"] = tuple(1 + int(count * share) for count in values["num_pages"])
+        values["host_states"] = int(share * 4)
     return SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -106,7 +107,7 @@ def make_trace(seed: int) -> Trace:
     rng = np.random.default_rng(seed)
     config = make_config(rng)
     longest = Scheduler(config).longest
-    model = FakeModel(config.windows)
+    model = FakeModel(config.windows, has_state=config.has_recurrent)
     arrivals: dict[int, list[Request]] = defaultdict(list)
     aborts: dict[int, list[str]] = defaultdict(list)
     text_stops: dict[tuple[str, int], tuple[int, int]] = {}
@@ -152,8 +153,11 @@ def make_trace(seed: int) -> Trace:
     )  # fmt: skip
 
 
-def make_cache_trace(seed: int) -> Trace:
-    """A trace in which many prompts begin alike and pages are few: conversations that go on, and bursts."""
+def make_cache_trace(seed: int, **changes: object) -> Trace:
+    """A trace in which many prompts begin alike and pages are few: conversations that go on, and bursts.
+
+    changes   of the scheduler's config
+    """
     rng = np.random.default_rng([seed, 1])
     windows = WINDOWS[rng.integers(len(WINDOWS))]
     page_size, max_model_len = int(rng.choice([1, 2, 4])), int(rng.integers(40, 90))
@@ -168,12 +172,14 @@ def make_cache_trace(seed: int) -> Trace:
         host_pages=tuple(1 + int(count * rng.choice([0.4, 1.0, 3.0])) for count in num_pages),
         least_awaited=int(rng.choice([1, 4])),
     )  # fmt: skip
+    config = replace(config, **changes)  # type: ignore[arg-type]
     sizes = sorted({1, min(3, config.max_num_seqs), config.max_num_seqs})
     config = replace(
         config,
         shapes=replace(config.shapes, decode_rows=tuple(sizes), num_pairs=max_model_len + 12),
     )
-    longest, model = Scheduler(config).longest, FakeModel(config.windows)
+    longest = Scheduler(config).longest
+    model = FakeModel(config.windows, has_state=config.has_recurrent)
     arrivals: dict[int, list[Request]] = defaultdict(list)
     aborts: dict[int, list[str]] = defaultdict(list)
     hunted: set[str] = set()

@@ -39,6 +39,7 @@ from xjax.models.layout import split_config
 from xjax.state.kv import EngineState, abstract_state, allocate, place_state, state_bytes
 from xjax.state.mesh import make_mesh, shard_bytes
 from xjax.state.quantized import is_quantized, working_bytes
+from xjax.state.recurrent import slot_bytes
 from xjax.state.zeros import give_back_zeros
 from xjax.weights.load import load_params, read_config
 
@@ -207,6 +208,7 @@ def plan_engine(
         kv_fraction=options.kv_fraction,
         num_pages=options.num_pages,
         recurrent=state_bytes(empty),
+        state_bytes=slot_bytes(empty.recurrent),
         host_fold=_host_fold(options, device),
         is_shared=device.platform == "cpu",
         num_devices=model.num_devices,
@@ -227,6 +229,8 @@ def plan_engine(
         namespace=secrets.token_bytes(32),
         host_pages=memory.host_pages if any(memory.host_pages) else None,
         page_bytes=memory.page_bytes,
+        host_states=memory.host_states,
+        state_bytes=memory.state_bytes,
         preemption_mode=options.preemption_mode,
     )
     return EnginePlan(config, scheduler, memory, build(num_pages=memory.num_pages))

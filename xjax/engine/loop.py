@@ -98,7 +98,7 @@ class Engine:
         self._state: EngineState | None = allocate()
         self._scheduler = Scheduler(config)
         self._pack = Packer(config)
-        self._mover = Mover(spec, self._state, config.host_pages, self._saved)
+        self._mover = Mover(spec, self._state, config.host_pages, self._saved, num_states=config.host_states)
         self._vocab_size = vocab_size
         self._lookahead = lookahead
         self._commands: deque[Callable[[], list[TokenEvent]]] = deque()

@@ -8,11 +8,12 @@ Knows the cache spec and sizes; never a model's name.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xjax.config import CacheSpec, PagedLayer, page_groups
+from xjax.config import CacheSpec, PagedLayer, PageGroup, page_groups
 from xjax.errors import LoadError
 
 HOST_SHARE = 0.85  # of the host's available memory, when the device is the CPU
@@ -35,6 +36,8 @@ class MemoryPlan:
     page_bytes       bytes of one page in all layers of its group
     longest          tokens of the longest single request that fits
     host_pages       pages by group that host memory holds beside
+    host_states      recurrent states of sequences that it holds
+    state_bytes      bytes of the recurrent state of one sequence
     total_tokens     tokens that all pages of the group that fills up first hold
     num_devices      that share the model; all bytes are those of one of them
     """
@@ -50,6 +53,8 @@ class MemoryPlan:
     longest: int
     total_tokens: int
     host_pages: tuple[int, ...] = ()
+    host_states: int = 0
+    state_bytes: int = 0
     num_devices: int = 1
 
     @property
@@ -69,7 +74,7 @@ class MemoryPlan:
             ("programs", _mb(self.programs)),
             ("pages", f"{_mb(self.pages_total)} ({pages} of {self.page_size} tokens)"),
             ("pages on the host", self._host_text()),
-            ("recurrent state", _mb(self.recurrent)),
+            ("recurrent state", self._state_text()),
             ("tokens that fit", str(self.total_tokens)),
             ("longest request", f"{self.longest} tokens"),
         ]
@@ -79,6 +84,10 @@ class MemoryPlan:
             return "none"
         size = sum(count * each for count, each in zip(self.host_pages, self.page_bytes, strict=True))
         return f"{_mb(size)} ({' + '.join(map(str, self.host_pages))})"
+
+    def _state_text(self) -> str:
+        beside = self.host_states * self.state_bytes
+        return _mb(self.recurrent) + (f", {_mb(beside)} on the host" if beside else "")
 
 
 def plan_memory(
@@ -96,14 +105,17 @@ def plan_memory(
     kv_fraction: float,
     num_pages: int | None = None,
     recurrent: int = 0,
+    state_bytes: int = 0,
     host_fold: float = 0.0,
     is_shared: bool = False,
     num_devices: int = 1,
 ) -> MemoryPlan:
     """Divide `available` bytes. `num_pages` overrides the pages of the largest group.
 
-    host_fold   pages in host memory for each one on the device
-    is_shared   whether host memory is the device's, so that both must fit
+    recurrent     bytes of all recurrent state on the device
+    state_bytes   of one sequence's
+    host_fold     pages and states in host memory for each one on the device
+    is_shared     whether host memory is the device's, so that both must fit
 
     Raises LoadError with the numbers when a single page does not fit.
     """
@@ -111,7 +123,9 @@ def plan_memory(
     page_bytes = tuple(_page_bytes(spec, group.layer_ids, page_size, kv_itemsize) for group in groups)
     need = tuple(_pages_of_sequence(group.window, max_model_len, page_size, chunk) for group in groups)
     programs = RUNTIME_BYTES + num_programs * PROGRAM_BYTES
+    host_states = math.ceil(max_num_seqs * host_fold) if state_bytes and groups else 0
     left = available - weights - activations - programs - recurrent
+    left -= host_states * state_bytes if is_shared else 0
     beside = 1.0 + (host_fold if is_shared else 0.0)
     sequence_bytes = sum(count * size for count, size in zip(need, page_bytes, strict=True)) * beside
     if num_pages is not None:
@@ -134,15 +148,7 @@ def plan_memory(
             f"{_mb(_bytes(pages, page_bytes))}; free memory, lower --num-pages or --max-num-seqs, "
             "or take a smaller model"
         )
-    longest = max_model_len
-    tokens = max_model_len * max_num_seqs
-    for group, count, most in zip(groups, pages, need, strict=True):
-        # A window needs few pages to go on by one token; chunks shrink to what there is.
-        least = most if group.window is None else -(-(group.window - 1) // page_size) + 1
-        if min(most, least) > count - 1:
-            longest = min(longest, (count - 1) * page_size)
-        if group.window is None:
-            tokens = min(tokens, (count - 1) * page_size)
+    whole_tokens = [count * page_size for count in whole]
     return MemoryPlan(
         available=available,
         weights=weights,
@@ -152,11 +158,25 @@ def plan_memory(
         num_pages=pages,
         page_bytes=page_bytes,
         page_size=page_size,
-        longest=longest,
-        total_tokens=tokens,
+        longest=_longest(groups, pages, need, max_model_len, page_size),
+        total_tokens=min([max_model_len * max_num_seqs, *whole_tokens]),
         host_pages=tuple(int((count - 1) * host_fold) for count in pages),
+        host_states=host_states,
+        state_bytes=state_bytes,
         num_devices=num_devices,
     )
+
+
+def _longest(
+    groups: Sequence[PageGroup], pages: Sequence[int], need: Sequence[int], most: int, page_size: int
+) -> int:
+    """Tokens of the longest sequence that so many pages hold, alone; `need` are those of one of `most`."""
+    for group, count, own in zip(groups, pages, need, strict=True):
+        # A window needs few pages to go on by one token; chunks shrink to what there is.
+        least = own if group.window is None else -(-(group.window - 1) // page_size) + 1
+        if min(own, least) > count - 1:
+            most = min(most, (count - 1) * page_size)
+    return most
 
 
 def _steady(scale: float) -> float:

@@ -130,7 +130,10 @@ class Planner:
             return mode != "recompute"
         first, private = self._roster.swap.private_pages(sequence)
         num_bytes = sum(size * len(pages) for size, pages in zip(sizes, private, strict=True))
-        tokens = sequence.num_computed - first * self._book.page_size
+        num_bytes += self._config.state_bytes
+        # What stays is found again, unless there is a state to be computed from the first token on.
+        kept = 0 if self._config.has_recurrent else first * self._book.page_size
+        tokens = sequence.num_computed - kept
         return self.pace.is_moving_faster(num_bytes, tokens)
 
     # ---- admission ----

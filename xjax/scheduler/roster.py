@@ -51,7 +51,7 @@ class Roster:
              "chunk_splits", "aborts", "shared_tokens", "stalls", "bypasses"), 0
         )  # fmt: skip
         self._sharing: list[SampleGroup] = []
-        self._can_share = not config.has_recurrent
+        self._has_state = config.has_recurrent
         self._next_serial = 0
 
     def group_of(self, sequence: Sequence) -> SampleGroup:
@@ -74,7 +74,7 @@ class Roster:
                 )
             )
             self._next_serial += 1
-        group = SampleGroup(request, sequences, page_size=self.book.page_size, can_share=self._can_share)
+        group = SampleGroup(request, sequences, page_size=self.book.page_size, can_share=not self._has_state)
         self.groups[request.request_id] = group
         self.num_queued += 1
         for sequence in sequences:
@@ -283,6 +283,7 @@ class Roster:
             )
             slots = [*(item.in_group(g) for item in swapped), *host.busy, *self.swap.owned_slots()[g]]
             host.check(slots, self.book.index.kept_slots(g))
+        self._check_states([item for item in live if item.cache.swapped is not None])
         waiting = [item for item in live if item.status is Status.WAITING]
         running = [item for item in live if item.status is Status.RUNNING]
         self.prefix.check(running)
@@ -300,6 +301,14 @@ class Roster:
                 assert self.rows.pages[g, item.slot, : len(pages)].tolist() == pages, "a table is wrong"
                 assert not any(pages[: item.num_passed[g]]) and all(pages[item.num_passed[g] :])
         assert self.num_queued == sum(not group.has_started for group in self.groups.values())
+
+    def _check_states(self, away: list[Sequence]) -> None:
+        """Recurrent state is in a sequence's row, or once on the host, and only while its pages are there."""
+        assert all(item.status is Status.WAITING for item in away), "a copy of a running sequence"
+        slots = [item.cache.swapped.state for item in away if item.cache.swapped is not None]
+        assert all((slot > 0) == self._has_state for slot in slots), "pages and state went apart"
+        assert len(set(slots)) == len(slots) or not self._has_state, "two sequences share a state"
+        self.book.states.check([slots, *self.book.states.busy, *self.swap.owned_slots()[-1]])
 
 
 def _is_sorted_set(line: list[Sequence], members: Iterable[Sequence]) -> bool:

@@ -44,3 +44,13 @@ def abstract_recurrent(layer: RecurrentLayer, num_rows: int, num_snapshots: int)
         s=leaf((slots, layer.num_heads, layer.key_dim, layer.value_dim), jnp.float32),
         conv=leaf((slots, layer.conv_channels, max(layer.conv_width - 1, 0)), jnp.float32),
     )
+
+
+def slot_bytes(layers: tuple[Recurrent | None, ...]) -> int:
+    """Bytes of one slot in all layers, abstract or real."""
+    return sum(
+        leaf.size // leaf.shape[0] * leaf.dtype.itemsize
+        for layer in layers
+        if layer is not None
+        for leaf in (layer.s, layer.conv)
+    )

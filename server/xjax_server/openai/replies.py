@@ -210,6 +210,7 @@ class SlotCounts(Shape):
 class SwapDirection(Shape):
     sequences: int
     pages: int
+    states: int
     bytes: int
     seconds: float
 
@@ -239,6 +240,7 @@ class CacheStats(Shape):
     cached_tokens: int
     pages: list[PageCounts]
     host_slots: list[SlotCounts]
+    host_states: SlotCounts
     swap: SwapCounts
 
 

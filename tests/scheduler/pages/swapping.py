@@ -33,7 +33,8 @@ class Play:
             "host_pages": None if host is None else (host,) * len(windows),
         }  # fmt: skip
         self.config = SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
-        self.loop = FakeLoop(self.config, FakeModel(windows, nan_token=-1), **(loop or {}))  # type: ignore[arg-type]
+        model = FakeModel(windows, nan_token=-1, has_state=self.config.has_recurrent)
+        self.loop = FakeLoop(self.config, model, **(loop or {}))  # type: ignore[arg-type]
         self.roster = self.loop.scheduler._roster
         self.requests: list[Request] = []
         self.events: dict[str, list[TokenEvent]] = {}
@@ -73,6 +74,7 @@ class Play:
         assert self.counts["pages_used_0"] == 0
         for pool, host in zip(self.roster.book.pools, self.roster.book.hosts, strict=True):
             assert pool.num_available == pool.num_usable and host.num_available == host.num_usable
+        assert self.counts["host_states_used"] == 0
 
     @property
     def counts(self) -> dict[str, float]:

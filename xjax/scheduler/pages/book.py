@@ -19,13 +19,15 @@ class PageBook:
     """The pools of all groups, the index over them and the tables that name their pages.
 
     pools, hosts   device pages and host slots, by group
-    index          which of them hold which tokens
+    states         host slots for recurrent state
+    index          which pages hold which tokens
     """
 
     def __init__(self, config: SchedulerConfig, rows: RowTable) -> None:
         self.page_size = config.page_size
         self.pools = tuple(PagePool(count) for count in config.num_pages)
         self.hosts = tuple(HostPool(count) for count in config.host_pages or (0,) * len(self.pools))
+        self.states = HostPool(config.host_states)
         most = config.prefix_cache_max_tokens
         self.index = PrefixIndex(
             self.pools,
@@ -73,8 +75,13 @@ class PageBook:
             pass
         return pool.allocate(count)
 
-    def take_slots(self, counts: list[int]) -> list[list[int]] | None:
-        """Take host slots of every group, idle ones of the index where too few are free; None for too few."""
+    def take_slots(self, counts: list[int], num_states: int = 0) -> list[list[int]] | None:
+        """Take host slots of every group, idle ones of the index where too few are free, and for states.
+
+        returns   slots of each group, then those for states; None, with nothing taken, for too few
+        """
+        if num_states > self.states.num_free:
+            return None
         if any(host.num_available < count for host, count in zip(self.hosts, counts, strict=True)):
             return None
         for group, (host, count) in enumerate(zip(self.hosts, counts, strict=True)):
@@ -82,7 +89,8 @@ class PageBook:
                 pass
         if any(host.num_free < count for host, count in zip(self.hosts, counts, strict=True)):
             return None
-        return [host.allocate(count) for host, count in zip(self.hosts, counts, strict=True)]
+        slots = [host.allocate(count) for host, count in zip(self.hosts, counts, strict=True)]
+        return [*slots, self.states.allocate(num_states)]
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a running sequence the pages of its first `num_tokens` tokens; they must be available."""
@@ -126,6 +134,8 @@ class PageBook:
             found[f"pages_total_{group}"] = pool.num_usable
             found[f"host_slots_used_{group}"] = host.num_usable - host.num_free
             found[f"host_slots_total_{group}"] = host.num_usable
+        found["host_states_used"] = self.states.num_usable - self.states.num_free
+        found["host_states_total"] = self.states.num_usable
         return found
 
     def release(self, sequence: Sequence) -> None:

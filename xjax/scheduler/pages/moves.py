@@ -1,9 +1,9 @@
-"""What pages have to be copied before a step: frozen values that the mover of pages carries out.
+"""What has to be copied before a step, pages and recurrent state: frozen values that the mover carries out.
 
 Saves come first: they read pages that the loads, the copies and the step may write.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,18 +11,31 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 
 
+def ids(values: list[int]) -> Ids:
+    """A list of page ids as an array."""
+    return np.array(values, np.int32)
+
+
+def _none() -> Ids:
+    return ids([])
+
+
 @dataclass(frozen=True)
 class Transfer:
-    """Pages of one sequence on their way to or from host memory.
+    """Pages of one sequence on their way to or from host memory, and its recurrent state with them.
 
     serial   by which the mover reports about it
     pages    [n] int32 device pages of each group
     slots    [n] int32 host slots of each group
+    rows     [0 or 1] int32 running row whose recurrent state goes along
+    states   [0 or 1] int32 host slot of that state
     """
 
     serial: int
     pages: tuple[Ids, ...]
     slots: tuple[Ids, ...]
+    rows: Ids = field(default_factory=_none)
+    states: Ids = field(default_factory=_none)
 
     @property
     def num_pages(self) -> int:
@@ -49,8 +62,3 @@ class Moves:
     def num_copies(self) -> int:
         """Pages copied on the device, of all groups."""
         return sum(len(pages) for pages in self.targets)
-
-
-def ids(values: list[int]) -> Ids:
-    """A list of page ids as an array."""
-    return np.array(values, np.int32)

@@ -1,11 +1,13 @@
-"""Pages of sequences between device and host: what is to be moved, and what came of it.
+"""Pages and recurrent state of sequences between device and host: what is to be moved, what came of it.
 
     running --save--> waiting, pages on the host --load--> running, computes from the next plan on
                  \\-- failed: computes again            \\-- failed: waits as before
 
 The leading pages that a sequence found in the index, or that another sequence uses, stay on the device
 with its reference; every other page of it goes. A page that the index knows keeps its record: it names
-the host slot then. Bytes are moved elsewhere, in the order of `take_moves`; reports come back by serial.
+the host slot then. Recurrent state goes with the pages, in the same transfer: it is in the sequence's row
+or on the host, and either all of it came through or the sequence computes again. Bytes are moved elsewhere,
+in the order of `take_moves`; reports come back by serial.
 """
 
 from collections.abc import Callable
@@ -23,10 +25,10 @@ Pairs = list[tuple[int, int]]  # (page index in the sequence, host slot)
 
 @dataclass
 class _Save:
-    """Slots that bytes are landing in."""
+    """Slots that bytes are landing in: of each group, then for the state."""
 
     sequence: Sequence
-    slots: tuple[list[int], ...]
+    slots: list[list[int]]
 
 
 @dataclass
@@ -40,6 +42,11 @@ class _Load:
     away: list[Pairs]
     pages: list[list[int]]
     swapped: SwappedPages | None
+
+    def slots(self) -> list[list[int]]:
+        """Slots of each group, then that of the state, if any."""
+        states = [self.swapped.state] if self.swapped is not None and self.swapped.state else []
+        return [*([slot for _, slot in part] for part in self.away), states]
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,8 @@ class SwapBook:
     ) -> None:
         self._book, self._on_lost, self._on_unload = book, on_lost, on_unload
         self._on_found, self._on_uncopied = on_found, on_uncopied
-        # Recurrent state would have to go along; it comes with the families that have some.
-        self._can_swap = not config.has_recurrent
-        self._retains = config.prefix_cache
+        self._stores = (*book.hosts, book.states)
+        self._has_state, self._retains = config.has_recurrent, config.prefix_cache
         self._saves: dict[int, _Save] = {}
         self._loads: dict[int, _Load] = {}
         self._serial = 0
@@ -86,7 +92,7 @@ class SwapBook:
         self._loading: list[Sequence] = []
         self.counts: dict[str, int] = dict.fromkeys(
             ("swap_out_sequences", "swap_out_pages", "swap_in_sequences", "swap_in_pages", "swap_failures",
-             "retained_pages", "page_copies"), 0
+             "retained_pages", "page_copies", "swap_out_states", "swap_in_states"), 0
         )  # fmt: skip
 
     # ---- out ----
@@ -113,15 +119,15 @@ class SwapBook:
         return any(page for _, page in held) and all(pool.refs(page) > 1 for pool, page in held if page)
 
     def save(self, sequence: Sequence) -> bool:
-        """Plan to move the private pages of a running sequence to the host; False for no room there.
+        """Plan to move a running sequence's private pages and state to the host; False for no room there.
 
-        The sequence lets go of these pages at once; the mover reads them before anything else is written.
+        The sequence lets go of these pages at once, and may let go of its row; the mover reads them before
+        anything else is written.
         """
-        if not self._can_swap:
-            return False
+        assert sequence.slot is not None
         self._cut(sequence, -(-sequence.num_computed // self._book.page_size))
         first, private = self.private_pages(sequence)
-        if not self._move_out(sequence, first, private):
+        if not self._move_out(sequence, first, private, [sequence.slot] if self._has_state else []):
             return False
         self._cut(sequence, first)
         self.counts["swap_out_sequences"] += 1
@@ -132,25 +138,29 @@ class SwapBook:
         """Plan to move what stayed on the device of a waiting sequence, too; False for no room."""
         assert sequence.cache.swapped is not None
         kept = [[(i, page) for i, page in enumerate(pages) if page] for pages in sequence.pages]
-        if not self._move_out(sequence, 0, kept):
+        if not self._move_out(sequence, 0, kept, []):
             return False
         self._cut(sequence, 0)
         return True
 
-    def _move_out(self, sequence: Sequence, first: int, pairs: list[Pairs]) -> bool:
-        slots = self._book.take_slots([len(part) for part in pairs])
-        if slots is None:
+    def _move_out(self, sequence: Sequence, first: int, pairs: list[Pairs], rows: list[int]) -> bool:
+        taken_slots = self._book.take_slots([len(part) for part in pairs], len(rows))
+        if taken_slots is None:
             return False
+        *slots, states = taken_slots
         pages = [[page for _, page in part] for part in pairs]
         for group, (given, taken) in enumerate(zip(pages, slots, strict=True)):
             for page, slot in zip(given, taken, strict=True):
                 if self._book.pools[group].refs(page) == 1:
                     self._book.index.demote(group, page, slot)
         serial = self._next_serial()
-        self._planned_saves.append(Transfer(serial, tuple(map(ids, pages)), tuple(map(ids, slots))))
-        self._saves[serial] = _Save(sequence, tuple(slots))
-        sequence.cache.swapped = _with_slots(sequence, first, pairs, slots)
+        self._planned_saves.append(
+            Transfer(serial, tuple(map(ids, pages)), tuple(map(ids, slots)), ids(rows), ids(states))
+        )
+        self._saves[serial] = _Save(sequence, taken_slots)
+        sequence.cache.swapped = _with_slots(sequence, first, pairs, slots, states)
         self.counts["swap_out_pages"] += sum(map(len, pages))
+        self.counts["swap_out_states"] += len(states)
         return True
 
     def _cut(self, sequence: Sequence, first: int) -> None:
@@ -162,16 +172,16 @@ class SwapBook:
     def end_save(self, serial: int, *, ok: bool) -> None:
         """The mover has landed the pages of a save, or failed to."""
         save = self._saves.pop(serial)
-        for host, slots in zip(self._book.hosts, save.slots, strict=True):
-            host.end_save(slots)
+        for store, slots in zip(self._stores, save.slots, strict=True):
+            store.end_save(slots)
         if ok:
             return
         self.counts["swap_failures"] += 1
-        for group, slots in enumerate(save.slots):
+        for group, slots in enumerate(save.slots[:-1]):
             self._book.index.forget_slots(group, slots)
         swapped = save.sequence.cache.swapped
         if swapped is not None and any(
-            not set(slots).isdisjoint(mine) for slots, mine in zip(save.slots, swapped.slots, strict=True)
+            not set(slots).isdisjoint(mine) for slots, mine in zip(save.slots, swapped.held(), strict=True)
         ):
             self._on_lost(save.sequence)
 
@@ -181,11 +191,11 @@ class SwapBook:
         """Whether the pages of a swapped sequence have landed, so that they can come back."""
         swapped = sequence.cache.swapped
         return swapped is None or all(
-            host.is_ready(swapped.in_group(group)) for group, host in enumerate(self._book.hosts)
+            store.is_ready(slots) for store, slots in zip(self._stores, swapped.held(), strict=True)
         )
 
     def load_own(self, sequence: Sequence) -> None:
-        """Plan to bring back the pages of a swapped sequence that has a row; pages must be available."""
+        """Plan to bring back what a swapped sequence that has a row has away; pages must be available."""
         swapped = sequence.cache.swapped
         assert swapped is not None
         away = [[(i, slot) for i, slot in enumerate(slots, swapped.first) if slot] for slots in swapped.slots]
@@ -202,16 +212,22 @@ class SwapBook:
 
     def _plan_load(self, sequence: Sequence, away: list[Pairs], swapped: SwappedPages | None) -> None:
         pages: list[list[int]] = []
-        for group, part in enumerate(away):  # all of them, before a page is taken and a record goes for it
-            self._book.hosts[group].begin_load(slot for _, slot in part)
+        load = _Load(sequence, away, pages, swapped)
+        *slots, states = load.slots()
+        # All of them, before a page is taken and a record goes for it.
+        for store, part in zip(self._stores, load.slots(), strict=True):
+            store.begin_load(part)
         for group, part in enumerate(away):
             pages.append(self._book.take(group, len(part)))
             for (i, _), page in zip(part, pages[group], strict=True):
                 sequence.pages[group][i] = page
         serial = self._next_serial()
-        self._loads[serial] = _Load(sequence, away, pages, swapped)
-        slots = tuple(ids([slot for _, slot in part]) for part in away)
-        self._planned_loads.append(Transfer(serial, tuple(map(ids, pages)), slots))
+        self._loads[serial] = load
+        assert sequence.slot is not None
+        rows = [sequence.slot] if states else []
+        self._planned_loads.append(
+            Transfer(serial, tuple(map(ids, pages)), tuple(map(ids, slots)), ids(rows), ids(states))
+        )
         sequence.cache.is_loading = True
         self._loading.append(sequence)
 
@@ -222,15 +238,14 @@ class SwapBook:
         self._loading.clear()
 
     def end_load(self, serial: int, *, ok: bool) -> None:
-        """The mover has copied the pages of a load, or failed before it began to."""
+        """The mover has copied what a load is of, or failed before it began to."""
         load = self._loads.pop(serial)
         sequence = load.sequence
         if ok:
             self._promote(load)
             if load.swapped is None:
                 self._on_found(sequence, max(map(len, load.away)))
-        for group, part in enumerate(load.away):
-            self._book.hosts[group].end_load(slot for _, slot in part)
+        self._end_load(load)
         if ok:
             if load.swapped is not None:
                 self._release_slots(load.swapped)
@@ -240,6 +255,10 @@ class SwapBook:
             for group, part in enumerate(load.away):
                 self._book.index.forget_slots(group, [slot for _, slot in part])
         self._fail_load(sequence, load.swapped)
+
+    def _end_load(self, load: _Load) -> None:
+        for store, slots in zip(self._stores, load.slots(), strict=True):
+            store.end_load(slots)
 
     def _fail_load(self, sequence: Sequence, swapped: SwappedPages | None) -> None:
         """Take a sequence back to before its load; to its very start where that has failed often."""
@@ -302,8 +321,7 @@ class SwapBook:
             if load.sequence is sequence:
                 self._planned_loads.remove(transfer)
                 del self._loads[transfer.serial]
-                for group, part in enumerate(load.away):
-                    self._book.hosts[group].end_load(slot for _, slot in part)
+                self._end_load(load)
                 self._undo(sequence, load.swapped)
                 return True
         return was_copied
@@ -322,14 +340,15 @@ class SwapBook:
         own = [load for load in moves.loads if self._loads[load.serial].swapped is not None]
         self.counts["swap_in_sequences"] += len(own)
         self.counts["swap_in_pages"] += sum(load.num_pages for load in moves.loads)
+        self.counts["swap_in_states"] += sum(len(load.states) for load in moves.loads)
         self.counts["page_copies"] += moves.num_copies
         self._copied = list(dict.fromkeys(copy.sequence for copy in self._copies))
         self._planned_saves, self._planned_loads, self._copies = [], [], []
         return moves
 
     def _release_slots(self, swapped: SwappedPages) -> None:
-        for group, host in enumerate(self._book.hosts):
-            host.release(reversed(swapped.in_group(group)))
+        for store, slots in zip(self._stores, swapped.held(), strict=True):
+            store.release(reversed(slots))
 
     def _next_serial(self) -> int:
         self._serial += 1
@@ -338,13 +357,15 @@ class SwapBook:
     # ---- looking in ----
 
     def owned_slots(self) -> list[list[list[int]]]:
-        """By group, lists of slots that loads hold for their sequences; for `check`."""
-        own = [load.swapped for load in self._loads.values() if load.swapped is not None]
-        return [[swapped.in_group(group) for swapped in own] for group in range(len(self._book.hosts))]
+        """By group, then for states, lists of slots that loads hold for their sequences; for `check`."""
+        own = [load.swapped.held() for load in self._loads.values() if load.swapped is not None]
+        return [[held[place] for held in own] for place in range(len(self._stores))]
 
 
-def _with_slots(sequence: Sequence, first: int, pairs: list[Pairs], slots: list[list[int]]) -> SwappedPages:
-    """What a sequence has on the host, with the slots just taken for these pages."""
+def _with_slots(
+    sequence: Sequence, first: int, pairs: list[Pairs], slots: list[list[int]], states: list[int]
+) -> SwappedPages:
+    """What a sequence has on the host, with the slots just taken for these pages and its state."""
     old, tables = sequence.cache.swapped, list[tuple[int, ...]]()
     for group, (part, taken) in enumerate(zip(pairs, slots, strict=True)):
         by_index = {i: slot for (i, _), slot in zip(part, taken, strict=True)}
@@ -352,4 +373,5 @@ def _with_slots(sequence: Sequence, first: int, pairs: list[Pairs], slots: list[
             by_index |= {i: slot for i, slot in enumerate(old.slots[group], old.first) if slot}
         length = len(sequence.pages[group]) if old is None else old.first + len(old.slots[group])
         tables.append(tuple(by_index.get(i, 0) for i in range(first, length)))
-    return SwappedPages(first, tuple(tables))
+    state = 0 if old is None else old.state
+    return SwappedPages(first, tuple(tables), states[0] if states else state)

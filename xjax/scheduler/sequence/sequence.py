@@ -41,18 +41,25 @@ _LEGAL = {
 
 @dataclass(frozen=True)
 class SwappedPages:
-    """Pages of a waiting sequence that are on the host.
+    """What a waiting sequence has on the host.
 
     first   leading pages that stayed on the device
     slots   by group, of each page from `first` on; 0 where the sequence needs none
+    state   slot of its recurrent state, the only copy that there is; 0 where the model has none
     """
 
     first: int
     slots: tuple[tuple[int, ...], ...]
+    state: int = 0
 
     def in_group(self, group: int) -> list[int]:
         """Slots of a group."""
         return [slot for slot in self.slots[group] if slot]
+
+    def held(self) -> list[list[int]]:
+        """Slots of each group, and then that of the state, if any."""
+        groups = [self.in_group(group) for group in range(len(self.slots))]
+        return [*groups, [self.state] if self.state else []]
 
 
 @dataclass
