@@ -379,13 +379,24 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _is_writable(folder: Path) -> bool:
+def is_writable(folder: Path) -> bool:
     """Whether compiled code can be kept there; elsewhere Numba would keep it by the date of one file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return False
     return os.access(folder, os.W_OK)
+
+
+def code_folder() -> Path:
+    """Where compiled code of these sources is kept."""
+    with _guard:  # Numba's setting is another one while something is registered
+        return _folder()
+
+
+def _folder() -> Path:
+    # The variable NUMBA_CACHE_DIR wins over our own folder; sources have one of their own in both.
+    return Path(_settings.CACHE_DIR or cache_home() / "numba") / f"xjax-{source_digest()[:16]}"
 
 
 def register(name: str, handler: Callable[[int], int], item: Callable[[int, int, int], None]) -> None:
@@ -397,10 +408,8 @@ def register(name: str, handler: Callable[[int], int], item: Callable[[int, int,
     with _guard:
         if name in _registered:
             return
-        kept = _settings.CACHE_DIR
-        # The variable NUMBA_CACHE_DIR wins over our own folder; sources have one of their own in both.
-        folder = Path(kept or cache_home() / "numba") / f"xjax-{source_digest()[:16]}"
-        keeps = _is_writable(folder)
+        kept, folder = _settings.CACHE_DIR, _folder()
+        keeps = is_writable(folder)
         _settings.CACHE_DIR = str(folder)
         try:
             inner = numba.cfunc(types.void(*[types.int64] * 3), cache=keeps, error_model="numpy")(item)

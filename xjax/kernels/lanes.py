@@ -80,7 +80,7 @@ def _all_i32(value: int) -> ir.Value:
     return ir.Constant(_INDEX, [value] * LANES)
 
 
-def _load(
+def load(
     builder: Any, address: ir.Value, kind: ir.Type = _VECTOR, offset: int = 0, align: int = 4
 ) -> ir.Value:
     if offset:
@@ -88,7 +88,7 @@ def _load(
     return builder.load(builder.inttoptr(address, ir.PointerType()), typ=kind, align=align)
 
 
-def _store(builder: Any, value: ir.Value, address: ir.Value, offset: int = 0) -> None:
+def store(builder: Any, value: ir.Value, address: ir.Value, offset: int = 0) -> None:
     if offset:
         address = builder.add(address, _I64(offset))
     builder.store(value, builder.inttoptr(address, ir.PointerType()), align=4)
@@ -149,13 +149,13 @@ def _tanh(builder: Any, x: ir.Value) -> ir.Value:
 def _widened(builder: Any, address: ir.Value, is_half: bool) -> ir.Value:
     """LANES numbers of memory as float32: float32 themselves, or the bits of bfloat16."""
     if not is_half:
-        return _load(builder, address)
-    bits = builder.zext(_load(builder, address, ir.VectorType(_I16, LANES), align=2), _INDEX)
+        return load(builder, address)
+    bits = builder.zext(load(builder, address, ir.VectorType(_I16, LANES), align=2), _INDEX)
     return builder.bitcast(builder.shl(bits, _all_i32(16)), _VECTOR)
 
 
-class _Loop:
-    """A counted loop in IR: `with _Loop(builder, stop, step) as i` from 0 while i < stop; stop > 0.
+class Loop:
+    """A counted loop in IR: `with Loop(builder, stop, step) as i` from 0 while i < stop; stop > 0.
 
     `carry(value)` gives the value at the start of a trip, `update` the one for the next;
     after the loop, `results` holds the last ones.
@@ -201,24 +201,24 @@ def product(height: int, *, row_bytes: int, step_bytes: int, out_bytes: int, fad
         a, b, c, fade, num_steps = arguments
         start = []
         for row in range(height):
-            factor = _splat(builder, _load(builder, fade, _F32, 4 * row)) if fades else None
+            factor = _splat(builder, load(builder, fade, _F32, 4 * row)) if fades else None
             for half in range(2):
                 if factor is None:
                     start.append(_all(0.0))
                 else:
-                    old = _load(builder, c, _VECTOR, row * out_bytes + half * _BYTES)
+                    old = load(builder, c, _VECTOR, row * out_bytes + half * _BYTES)
                     start.append(builder.fmul(old, factor))
-        loop = _Loop(builder, num_steps, 1, start)
+        loop = Loop(builder, num_steps, 1, start)
         left = builder.add(a, builder.mul(loop.index, _I64(step_bytes)))
         right = builder.add(b, builder.mul(loop.index, _I64(2 * _BYTES)))
-        columns = [_load(builder, right, _VECTOR, half * _BYTES) for half in range(2)]
+        columns = [load(builder, right, _VECTOR, half * _BYTES) for half in range(2)]
         following = []
         for row in range(height):
-            factor = _splat(builder, _load(builder, left, _F32, row * row_bytes))
+            factor = _splat(builder, load(builder, left, _F32, row * row_bytes))
             for half in range(2):
                 following.append(_fma(builder, factor, columns[half], loop.values[2 * row + half]))
         for i, value in enumerate(loop.close(following)):
-            _store(builder, value, c, i // 2 * out_bytes + i % 2 * _BYTES)
+            store(builder, value, c, i // 2 * out_bytes + i % 2 * _BYTES)
 
     return _procedure(5, emit)
 
@@ -267,29 +267,29 @@ def dots(height: int, *, is_half: bool) -> Any:
 
     def emit(builder: Any, arguments: Sequence[ir.Value]) -> None:
         rows, columns, targets, factors, count = arguments
-        lefts = [_load(builder, rows, _I64, 8 * i, align=8) for i in range(height)]
-        rights = [_load(builder, columns, _I64, 8 * i, align=8) for i in range(DOT_WIDTH)]
-        loop = _Loop(builder, count, LANES, [_all(0.0)] * (height * DOT_WIDTH))
+        lefts = [load(builder, rows, _I64, 8 * i, align=8) for i in range(height)]
+        rights = [load(builder, columns, _I64, 8 * i, align=8) for i in range(DOT_WIDTH)]
+        loop = Loop(builder, count, LANES, [_all(0.0)] * (height * DOT_WIDTH))
         offset = builder.mul(loop.index, _I64(4))
         narrow = builder.mul(loop.index, _I64(2)) if is_half else offset
         values = [_widened(builder, builder.add(right, narrow), is_half) for right in rights]
         following = []
         for row, left in enumerate(lefts):
-            x = _load(builder, builder.add(left, offset))
+            x = load(builder, builder.add(left, offset))
             for column, value in enumerate(values):
                 following.append(_fma(builder, x, value, loop.values[row * DOT_WIDTH + column]))
         sums = loop.close(following)
         found = [_sums(builder, sums[start : start + DOT_WIDTH]) for start in range(0, len(sums), DOT_WIDTH)]
-        places = [_load(builder, targets, _I64, 8 * row, align=8) for row in range(height)]
+        places = [load(builder, targets, _I64, 8 * row, align=8) for row in range(height)]
         with builder.if_else(builder.icmp_unsigned("==", factors, _I64(0))) as (puts, adds):
             with puts:
                 for value, place in zip(found, places, strict=True):
-                    _store(builder, value, place)
+                    store(builder, value, place)
             with adds:
                 for row, (value, place) in enumerate(zip(found, places, strict=True)):
-                    factor = _four(builder, _load(builder, factors, _F32, 4 * row))
-                    value = builder.fadd(builder.fmul(value, factor), _load(builder, place, _FOUR))
-                    _store(builder, value, place)
+                    factor = _four(builder, load(builder, factors, _F32, 4 * row))
+                    value = builder.fadd(builder.fmul(value, factor), load(builder, place, _FOUR))
+                    store(builder, value, place)
 
     return _procedure(5, emit)
 
@@ -300,7 +300,7 @@ def dots(height: int, *, is_half: bool) -> Any:
 def _emit_weigh(builder: Any, arguments: Sequence[ir.Value], num_vectors: int | None) -> None:
     """Body of `weigh` (a known number of vectors, all seen) and `weigh_seen`."""
     scores, highest, total, fade = arguments[:4]
-    old_high = _load(builder, highest)
+    old_high = load(builder, highest)
     if num_vectors is None:
         first, stop, low, span = arguments[4:]
         scores = builder.add(scores, builder.mul(first, _I64(_BYTES)))
@@ -310,31 +310,31 @@ def _emit_weigh(builder: Any, arguments: Sequence[ir.Value], num_vectors: int | 
             _splat(builder, builder.trunc(builder.sub(builder.mul(first, _I64(LANES)), low), _I32), _INDEX),
         )
         spans = _splat(builder, builder.trunc(span, _I32), _INDEX)
-        loop = _Loop(builder, length, 1, [_all(_UNSEEN), lane])
+        loop = Loop(builder, length, 1, [_all(_UNSEEN), lane])
         place = builder.add(scores, builder.mul(loop.index, _I64(_BYTES)))
         value = builder.select(
-            builder.icmp_unsigned("<", loop.values[1], spans), _load(builder, place), _all(_UNSEEN)
+            builder.icmp_unsigned("<", loop.values[1], spans), load(builder, place), _all(_UNSEEN)
         )
-        _store(builder, value, place)
+        store(builder, value, place)
         high = loop.close(
             [_larger(builder, value, loop.values[0]), builder.add(loop.values[1], _all_i32(LANES))]
         )[0]
     else:
-        values = [_load(builder, scores, _VECTOR, i * _BYTES) for i in range(num_vectors)]
+        values = [load(builder, scores, _VECTOR, i * _BYTES) for i in range(num_vectors)]
         level = values
         while len(level) > 1:
             level = [_larger(builder, level[i], level[i + 1]) for i in range(0, len(level), 2)]
         high = level[0]
     high = _larger(builder, _across(builder, high, _larger), old_high)
     fading = _exp2(builder, builder.fsub(old_high, high))
-    _store(builder, high, highest)
-    _store(builder, builder.extract_element(fading, _I32(0)), fade)
+    store(builder, high, highest)
+    store(builder, builder.extract_element(fading, _I32(0)), fade)
     if num_vectors is None:
-        loop = _Loop(builder, length, 1, [_all(0.0), lane])
+        loop = Loop(builder, length, 1, [_all(0.0), lane])
         place = builder.add(scores, builder.mul(loop.index, _I64(_BYTES)))
-        weight = _exp2(builder, builder.fsub(_load(builder, place), high))
+        weight = _exp2(builder, builder.fsub(load(builder, place), high))
         weight = builder.select(builder.icmp_unsigned("<", loop.values[1], spans), weight, _all(0.0))
-        _store(builder, weight, place)
+        store(builder, weight, place)
         added = loop.close(
             [builder.fadd(loop.values[0], weight), builder.add(loop.values[1], _all_i32(LANES))]
         )[0]
@@ -342,9 +342,9 @@ def _emit_weigh(builder: Any, arguments: Sequence[ir.Value], num_vectors: int | 
         added = _all(0.0)
         for i, value in enumerate(values):
             weight = _exp2(builder, builder.fsub(value, high))
-            _store(builder, weight, scores, i * _BYTES)
+            store(builder, weight, scores, i * _BYTES)
             added = builder.fadd(added, weight)
-    _store(builder, _fma(builder, _load(builder, total), fading, added), total)
+    store(builder, _fma(builder, load(builder, total), fading, added), total)
 
 
 def weigh(num_vectors: int) -> Any:
@@ -365,10 +365,10 @@ weigh_seen = _procedure(8, lambda builder, arguments: _emit_weigh(builder, argum
 
 def _emit_cap(builder: Any, arguments: Sequence[ir.Value]) -> None:
     scores, num_vectors, factor = arguments
-    scale = _splat(builder, _load(builder, factor, _F32))
-    loop = _Loop(builder, num_vectors, 1)
+    scale = _splat(builder, load(builder, factor, _F32))
+    loop = Loop(builder, num_vectors, 1)
     place = builder.add(scores, builder.mul(loop.index, _I64(_BYTES)))
-    _store(builder, builder.fmul(_tanh(builder, _load(builder, place)), scale), place)
+    store(builder, builder.fmul(_tanh(builder, load(builder, place)), scale), place)
     loop.close()
 
 
@@ -399,14 +399,14 @@ def _transposed(builder: Any, rows: list[ir.Value]) -> list[ir.Value]:
 def _turn_rows(is_half: bool, step_bytes: int, has_factor: bool) -> Any:
     def emit(builder: Any, arguments: Sequence[ir.Value]) -> None:
         sources, target, count = arguments[:3]
-        scale = _splat(builder, _load(builder, arguments[3], _F32)) if has_factor else None
-        bases = [_load(builder, sources, _I64, 8 * i) for i in range(LANES)]
-        loop = _Loop(builder, count, LANES)
+        scale = _splat(builder, load(builder, arguments[3], _F32)) if has_factor else None
+        bases = [load(builder, sources, _I64, 8 * i) for i in range(LANES)]
+        loop = Loop(builder, count, LANES)
         offset = builder.mul(loop.index, _I64(2 if is_half else 4))
         rows = [_widened(builder, builder.add(base, offset), is_half) for base in bases]
         place = builder.add(target, builder.mul(loop.index, _I64(step_bytes)))
         for i, value in enumerate(_transposed(builder, rows)):
-            _store(builder, value if scale is None else builder.fmul(value, scale), place, step_bytes * i)
+            store(builder, value if scale is None else builder.fmul(value, scale), place, step_bytes * i)
         loop.close()
 
     return _procedure(4 if has_factor else 3, emit)
@@ -430,14 +430,14 @@ def pack_rows(height: int) -> Any:
 def _copy_row(is_half: bool) -> Any:
     def emit(builder: Any, arguments: Sequence[ir.Value]) -> None:
         source, target, count, panel_bytes = arguments
-        loop = _Loop(builder, count, LANES)
+        loop = Loop(builder, count, LANES)
         value = _widened(
             builder, builder.add(source, builder.mul(loop.index, _I64(2 if is_half else 4))), is_half
         )
         panel = builder.lshr(loop.index, _I64(WIDTH.bit_length() - 1))
         column = builder.and_(loop.index, _I64(WIDTH - 1))
         place = builder.add(builder.mul(panel, panel_bytes), builder.mul(column, _I64(4)))
-        _store(builder, value, builder.add(target, place))
+        store(builder, value, builder.add(target, place))
         loop.close()
 
     return _procedure(4, emit)
@@ -450,17 +450,17 @@ copy_row, copy_half_row = _copy_row(False), _copy_row(True)
 
 def _emit_put_row(builder: Any, arguments: Sequence[ir.Value]) -> None:
     source, target, count, panel_bytes, total, inverse = arguments
-    sums = _across(builder, _load(builder, total), lambda builder, a, b: builder.fadd(a, b))
+    sums = _across(builder, load(builder, total), lambda builder, a, b: builder.fadd(a, b))
     scale = builder.fdiv(_all(1.0), sums)
-    _store(builder, builder.extract_element(scale, _I32(0)), inverse)
+    store(builder, builder.extract_element(scale, _I32(0)), inverse)
     is_empty = builder.icmp_signed("==", count, _I64(0))
     with builder.if_then(builder.not_(is_empty)):
-        loop = _Loop(builder, count, LANES)
+        loop = Loop(builder, count, LANES)
         panel = builder.lshr(loop.index, _I64(WIDTH.bit_length() - 1))
         column = builder.and_(loop.index, _I64(WIDTH - 1))
         place = builder.add(builder.mul(panel, panel_bytes), builder.mul(column, _I64(4)))
-        value = builder.fmul(_load(builder, builder.add(source, place)), scale)
-        _store(builder, value, builder.add(target, builder.mul(loop.index, _I64(4))))
+        value = builder.fmul(load(builder, builder.add(source, place)), scale)
+        store(builder, value, builder.add(target, builder.mul(loop.index, _I64(4))))
         loop.close()
 
 
@@ -474,7 +474,7 @@ def load_half(typing_context, address):
     """One bfloat16 of memory as float32."""
 
     def generate(context, builder, signature, arguments):
-        bits = builder.zext(_load(builder, arguments[0], _I16, align=2), _I32)
+        bits = builder.zext(load(builder, arguments[0], _I16, align=2), _I32)
         return builder.bitcast(builder.shl(bits, _I32(16)), _F32)
 
     return types.float32(types.int64), generate
