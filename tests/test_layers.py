@@ -27,6 +27,8 @@ LATE_IMPORTS = {
     "llvmlite": "tenths of a second, and needed for Numba's kernels only",
     "numba": "half a second, and needed for its kernels only",
     "xjax.kernels.attention.numba": "imports numba",
+    "xjax.kernels.linear.lookup": "imports numba",
+    "xjax.kernels.linear.numba": "imports numba",
     "xjax.kernels.moe.numba": "imports numba",
     "llguidance": "needed for constrained output only",
     "orbax": "seconds to import, and needed for converted checkpoints only",
