@@ -99,11 +99,11 @@ class RunningServer:
 
     # ---- clients ----
 
-    def connect(self, timeout=10.0):
+    def connect(self, timeout=60.0):
         """A socket to the server."""
         return socket.create_connection(("127.0.0.1", self.port), timeout)
 
-    def raw(self, data, timeout=10.0):
+    def raw(self, data, timeout=60.0):
         """Send bytes, and return everything that comes until the server closes."""
         with self.connect(timeout) as client:
             client.sendall(data)
@@ -154,7 +154,7 @@ def unchunk(data):
     return out
 
 
-def until(condition, timeout=5.0):
+def until(condition, timeout=30.0):
     """Wait for a condition; fails when it does not come."""
     deadline = time.monotonic() + timeout
     while not condition():

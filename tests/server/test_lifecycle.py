@@ -58,7 +58,7 @@ class Process:
         return int(re.search(r":(\d+);", line).group(1))
 
     def connect(self):
-        return socket.create_connection(("127.0.0.1", self.port), 10)
+        return socket.create_connection(("127.0.0.1", self.port), 60)
 
     def stream(self, **fields):
         """A connection on which a chat is streamed; its first bytes were read."""
@@ -72,7 +72,7 @@ class Process:
         return client, client.recv(1000)
 
     def get(self, path):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -81,7 +81,7 @@ class Process:
     def signal(self, number=signal.SIGTERM):
         self._child.send_signal(number)
 
-    def end(self, timeout=10):
+    def end(self, timeout=60):
         """(exit code, everything that it said)."""
         _, rest = self._child.communicate(timeout=timeout)
         return self._child.returncode, "".join(self.said) + rest
