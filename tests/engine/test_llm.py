@@ -3,6 +3,7 @@
 import _thread
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,10 +16,12 @@ import pytest
 
 from tests.engine.tiny_folder import CONTEXT, make_tokenizer, write_folder
 from xjax import LLM, EngineError, LoadError, Request, RequestError, SamplingParams
+from xjax.checkpoints import digest
 from xjax.engine import outputs
 from xjax.engine.build import set_threads
 from xjax.engine.pack import largest_shapes, shapes_of
 from xjax.engine.transfer import Mover
+from xjax.engine.warmup import source_digest
 
 pytestmark = pytest.mark.device
 
@@ -637,3 +640,33 @@ def test_the_first_event_tells_of_the_queue(folder):
         (begun, b) = events["b"][0]
         assert 0 <= a.queue_seconds <= first - arrival
         assert (last - first) * 0.5 < b.queue_seconds <= begun - arrival
+
+
+# ---- what names pages that outlive the process --------------------------------------------
+
+
+def test_the_lasting_namespace_is_of_the_model_not_of_its_name(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XJAX_HOME", str(tmp_path / "home"))
+    hashed, read = [], digest._hash
+    monkeypatch.setattr(digest, "_hash", lambda path: hashed.append(path) or read(path))
+    copy, changed = tmp_path / "other name", tmp_path / "changed"
+    for target in (copy, changed):
+        shutil.copytree(folder, target)
+    weights = bytearray((changed / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (changed / "model.safetensors").write_bytes(weights)
+    spaces = {}
+    for path in (folder, copy, changed):
+        with LLM(path, **OPTIONS) as llm:
+            if path == folder:
+                llm.generate("hi", GREEDY.replace(max_tokens=1))
+                identity = llm.namespace._identify()
+            assert path not in {file.parent for file in hashed}  # neither a start nor an answer needs it
+            spaces[path] = llm.namespace.get()
+            # The device's pages are those of this process.
+            assert spaces[path] != llm.plan.scheduler.namespace
+    assert spaces[folder] == spaces[copy] != spaces[changed]
+    assert (identity.family, identity.page_size, identity.page_dtype) == ("llama", 8, "float32")
+    assert (identity.dtype, identity.kernels) == ("float32", llm.options.kernels)
+    assert identity.config == llm.plan.config and identity.layers == llm.model.spec
+    assert identity.arithmetic[0] != source_digest() and identity.coding == {}

@@ -5,6 +5,7 @@ import pytest
 
 from tests.golden.families import FAMILY_CASES
 from tests.golden.recipe import CASES
+from xjax.cache.identity import canonical
 from xjax.errors import LoadError
 from xjax.models import (
     gemma2,
@@ -244,3 +245,13 @@ def test_wrong_metadata_is_one_clear_line(family, changes, tensors, words):
     with pytest.raises(LoadError, match=words) as caught:
         family.config_from_gguf(values, found)
     assert "\n" not in str(caught.value)
+
+
+def test_every_config_can_be_told_from_every_other():
+    """Settings are part of what names pages, in words that are the same in any process."""
+    configs = {
+        load_config("hf", case.config["architectures"][0], case.config, {})[1]
+        for case in FAMILY_CASES.values()
+    }
+    texts = {repr(canonical(config)) for config in configs}
+    assert len(texts) == len(configs) > 10 and not any(" at 0x" in text for text in texts)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from xjax.checkpoints.gguf import read_gguf
 from xjax.checkpoints.metadata import read_json, read_optional_json
 from xjax.checkpoints.quantized.codes import QuantizedView
-from xjax.checkpoints.quantized.methods import gather
+from xjax.checkpoints.quantized.methods import LEGACY_SETTINGS, SETTINGS_KEYS, gather
 from xjax.checkpoints.safetensors import read_safetensors
-from xjax.checkpoints.saved import METADATA, SavedModel, check_files, is_saved, read_manifest
+from xjax.checkpoints.saved import MANIFEST, METADATA, SavedModel, check_files, is_saved, read_manifest
 from xjax.checkpoints.tensor import TensorView
 from xjax.errors import LoadError
 
@@ -50,6 +50,24 @@ class Checkpoint:
     files: tuple[Path, ...]
     architecture: str
     saved: SavedModel | None = None
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The weight files, and those beside them that say how weights are coded."""
+        beside = [self.path / name for name in (LEGACY_SETTINGS, MANIFEST)]
+        return (*self.files, *(path for path in beside if path.exists()))
+
+    @property
+    def coding(self) -> Mapping[str, Any]:
+        """What the config says of how weights are coded."""
+        text: Any = self.config.get("text_config")
+        places: dict[str, Any] = {"": self.config, "text_config.": text if isinstance(text, Mapping) else {}}
+        return {
+            name + key: values[key]
+            for name, values in places.items()
+            for key in SETTINGS_KEYS
+            if key in values
+        }
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -89,7 +107,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise LoadError(f"{folder / 'config.json'}: 'architectures' does not name a model class")
     generation_config = read_optional_json(folder / "generation_config.json")
     stored, files = read_safetensors(folder)
-    legacy = read_optional_json(folder / "quantize_config.json")
+    legacy = read_optional_json(folder / LEGACY_SETTINGS)
     tensors = gather(config, legacy, stored, folder)
     return Checkpoint("hf", folder, config, generation_config, tensors, files, architectures[0])
 

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,18 @@ def _remember(entry: Path, identity: dict[str, int], sha256: str) -> None:
             temporary.unlink()
 
 
-def file_digest(path: Path, cache_dir: Path) -> str:
-    """Return the SHA-256 of a file in hex, from the manifest in `cache_dir` where it still holds."""
+def file_digest(path: Path, cache_dir: Path, *, opened: dict[str, int] | None = None) -> str:
+    """Return the SHA-256 of a file in hex, from the manifest in `cache_dir` where it still holds.
+
+    opened   what the file must still be
+    Raises LoadError when it is not, or cannot be read.
+    """
     path = path.resolve()
     key = hashlib.sha256(os.fsencode(path)).hexdigest()
     entry = cache_dir / "digests" / f"{key}.json"
     before = _identity(path)
+    if opened is not None and before != opened:
+        raise LoadError(f"{path}: changed since it was opened")
     if known := _remembered(entry, before):
         return known
     sha256 = _hash(path)
@@ -85,9 +92,30 @@ def file_digest(path: Path, cache_dir: Path) -> str:
     return sha256
 
 
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weight files of a model as they are when it is opened, in order.
+
+    A digest that is made later is of the bytes that were read only while size, time, inode and device are
+    what they were before.
+    """
+
+    files: tuple[Path, ...]
+    opened: tuple[dict[str, int], ...]
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> "WeightFiles":
+        """Note what the files are now. Raises LoadError for one that is not there."""
+        return cls(tuple(files), tuple(_identity(path.resolve()) for path in files))
+
+    def digest(self, cache_dir: Path) -> str:
+        """Return one SHA-256 in hex over all of them. Raises LoadError when one has changed."""
+        digest = hashlib.sha256(b"xjax weights 1")
+        for path, opened in zip(self.files, self.opened, strict=True):
+            digest.update(bytes.fromhex(file_digest(path, cache_dir, opened=opened)))
+        return digest.hexdigest()
+
+
 def weights_digest(files: Sequence[Path], cache_dir: Path) -> str:
-    """Return one SHA-256 in hex over the weight files of a model, in the order given."""
-    digest = hashlib.sha256(b"xjax weights 1")
-    for path in files:
-        digest.update(bytes.fromhex(file_digest(path, cache_dir)))
-    return digest.hexdigest()
+    """Return one SHA-256 in hex over the weight files of a model as they are now, in the order given."""
+    return WeightFiles.of(files).digest(cache_dir)

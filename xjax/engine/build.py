@@ -6,7 +6,7 @@ open_checkpoint -> load_model -> plan -> Engine
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from xjax.cache.identity import PageIdentity
 from xjax.checkpoints.checkpoint import Checkpoint
 from xjax.config import (
     CacheSpec,
@@ -30,13 +31,13 @@ from xjax.config import (
 from xjax.engine.loop import Engine
 from xjax.engine.memory import MemoryPlan, available_bytes, plan_memory
 from xjax.engine.step import StepSpec
-from xjax.engine.warmup import ProgramCache, ProgramTable
+from xjax.engine.warmup import ProgramCache, ProgramTable, arithmetic
 from xjax.errors import LoadError
 from xjax.kernels.choice import choose, choose_dtype
 from xjax.kernels.pages import page_dtype
 from xjax.models.family import Family
 from xjax.models.layout import split_config
-from xjax.state.kv import EngineState, abstract_state, allocate, place_state, state_bytes
+from xjax.state.kv import PAGE_LAYOUT, EngineState, abstract_state, allocate, place_state, state_bytes
 from xjax.state.mesh import make_mesh, shard_bytes
 from xjax.state.quantized import is_quantized, working_bytes
 from xjax.state.recurrent import slot_bytes
@@ -225,7 +226,7 @@ def plan_engine(
         embed_dim=config.embed_dim,
         prefix_cache=not options.disable_prefix_cache,
         prefix_cache_max_tokens=options.prefix_cache_max_tokens,
-        # Of this process alone: nothing outside of it is looked up by these keys yet.
+        # Of this process alone, which no digest of weights delays; see `cache.identity` for the lasting one.
         namespace=secrets.token_bytes(32),
         host_pages=memory.host_pages if any(memory.host_pages) else None,
         page_bytes=memory.page_bytes,
@@ -234,6 +235,32 @@ def plan_engine(
         preemption_mode=options.preemption_mode,
     )
     return EnginePlan(config, scheduler, memory, build(num_pages=memory.num_pages))
+
+
+def page_identity(
+    spec: StepSpec, plan: EnginePlan, *, dtype: str, coding: Mapping[str, Any], device: Any
+) -> PageIdentity:
+    """Everything but weights and tokens that a page's bytes depend on.
+
+    dtype    of activations
+    coding   what the model's config says of how weights are coded
+    device   that computes, or one of them
+    """
+    pages = {str(layer.k.dtype) for layer in plan.state.kv if layer is not None}
+    return PageIdentity(
+        family=spec.family.name,
+        config=plan.config,
+        coding=coding,
+        layers=spec.family.cache_spec(plan.config),
+        page_dtype="".join(pages),
+        page_size=plan.scheduler.page_size,
+        layout=PAGE_LAYOUT,
+        sharding=() if spec.mesh is None else tuple(spec.mesh.shape.items()),
+        dtype=dtype,
+        kernels=spec.backend,
+        # A weight is what its reader makes of it.
+        arithmetic=arithmetic(device, "checkpoints", "weights"),
+    )
 
 
 def _host_fold(options: EngineOptions, device: Any) -> float:

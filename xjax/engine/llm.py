@@ -26,7 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from xjax.backend import EventSink, cache_stats
+from xjax.cache.identity import LateNamespace
 from xjax.checkpoints.checkpoint import open_checkpoint
+from xjax.checkpoints.digest import WeightFiles
 from xjax.checkpoints.hub import pinned_sampling, resolve
 from xjax.checkpoints.metadata import eos_ids, generation_defaults
 from xjax.config import EngineOptions, cache_home
@@ -36,6 +38,7 @@ from xjax.engine.build import (
     load_model,
     make_table,
     open_mesh,
+    page_identity,
     plan_engine,
     set_cpu_devices,
     set_threads,
@@ -54,6 +57,7 @@ from xjax.engine.outputs import (
     vector_sink,
 )
 from xjax.engine.pack import largest_shapes, shapes_of
+from xjax.engine.step import StepSpec
 from xjax.errors import CapacityError, LoadError, RequestError, XjaxError
 from xjax.kernels import attention
 from xjax.request import Request, SamplingParams
@@ -101,6 +105,7 @@ class LLM:
             None if model is None else str(model), revision=revision, cache_dir=home, progress=fetch
         )
         checkpoint = open_checkpoint(path)
+        weights = WeightFiles.of(checkpoint.sources)
         device = jax.devices()[0]
         self.options = with_defaults(given, device)
         # Beside the weights, which take as long.
@@ -133,6 +138,10 @@ class LLM:
             progress=progress,
         )
         self.engine = start_engine(self.model, self.plan, table)
+        step = StepSpec(self.model.family, self.plan.config, self.options.kernels, mesh)
+        dtype, coding = str(self.model.dtype), checkpoint.coding
+        identify = partial(page_identity, step, self.plan, dtype=dtype, coding=coding, device=device)
+        self.namespace = LateNamespace(identify, weights, home)
         self._serial = itertools.count()
 
     def _settle_kernels(self, kernels: Future[None], given: EngineOptions) -> None:

@@ -150,11 +150,11 @@ def _start_deep(target: Callable[[], None]) -> None:
             threading.stack_size(before)
 
 
-def source_digest() -> str:
-    """SHA-256 over the sources that a compiled step is made from."""
+def source_digest(*more: str) -> str:
+    """SHA-256 over the sources that a compiled step is made from, and more folders."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for folder in ("engine/step.py", "engine/warmup.py", "kernels", "models", "sampling", "state"):
+    for folder in ("engine/step.py", "engine/warmup.py", "kernels", "models", "sampling", "state", *more):
         path = root / folder
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
@@ -175,6 +175,11 @@ def _runtime(device: Any) -> str:
     config: Any = jax.config
     numerics = (config.jax_enable_x64, config.jax_default_matmul_precision)
     return f"{compiler_environment()}|{numerics}|{device.device_kind}|{device.client.platform_version}"
+
+
+def arithmetic(device: Any, *more: str) -> tuple[str, ...]:
+    """What numbers come from beside a model: sources, `more` folders of them, compiler, processor."""
+    return (source_digest(*more), jax.__version__, version("jaxlib"), _machine(), _runtime(device))
 
 
 class ProgramTable:
@@ -212,9 +217,8 @@ class ProgramTable:
         described = "".join(f"{leaf.dtype}{leaf.shape}{leaf.sharding}" for leaf in leaves)
         tree = jax.tree.structure((self._params, self._state))
         self._devices, self.whole = _place(spec.mesh, self._state)
-        runtime = _runtime(self._devices[0])
-        build = (source_digest(), jax.__version__, version("jaxlib"), _machine(), runtime, spec.identity)
-        self._fixed = "|".join((*build, described, str(tree)))
+        build = arithmetic(self._devices[0])
+        self._fixed = "|".join((*build, spec.identity, described, str(tree)))
 
     @property
     def ready(self) -> list[BatchShape]:

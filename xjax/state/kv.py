@@ -17,6 +17,7 @@ from xjax.state.mesh import page_sharding, replicated
 from xjax.state.recurrent import Recurrent, abstract_recurrent
 
 TRASH_PAGE = 0
+PAGE_LAYOUT = 1  # version of how a page's numbers lie; pages of another one are not read
 
 
 @struct.dataclass

@@ -16,6 +16,9 @@ from xjax.checkpoints.quantized.codes import QuantizedView, Stored
 from xjax.checkpoints.quantized.settings import Settings
 from xjax.errors import LoadError
 
+LEGACY_SETTINGS = "quantize_config.json"  # a file of its own, where the config names no method
+SETTINGS_KEYS = ("quantization_config", "compression_config")
+
 Find = Callable[[Settings, Mapping[str, Stored]], tuple[dict[str, QuantizedView], set[str]]]
 
 
@@ -96,11 +99,11 @@ def _settings(config: Mapping[str, Any], legacy: Mapping[str, Any], path: Path) 
     text = config.get("text_config")
     places = [(config, "config.json: "), (text, "config.json: text_config.")]
     for values, where in places:
-        for key in ("quantization_config", "compression_config"):
+        for key in SETTINGS_KEYS:
             if isinstance(values, Mapping) and values.get(key) is not None:  # type: ignore[union-attr]
                 return Settings(values[key], f"{path / where}{key}")
     if legacy:
-        return Settings({"quant_method": "gptq", **legacy}, f"{path / 'quantize_config.json'}: settings")
+        return Settings({"quant_method": "gptq", **legacy}, f"{path / LEGACY_SETTINGS}: settings")
     return None
 
 
