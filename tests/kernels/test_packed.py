@@ -242,8 +242,7 @@ def test_only_rows_and_columns_that_are_there_are_written(machine):
     panel, out = np.full(groups * height * size + 64, 99, np.uint8), np.full((6, 24), 7.0, np.float32)
     for row in range(height):
         place = panel.ctypes.data + row * size
-        factor = micro.start_factor(form, machine)
-        quantize(x[min(row, 2)].ctypes.data, place, height * size, groups, factor)
+        quantize(x[min(row, 2)].ctypes.data, place, height * size, groups, -form.offset)
     assert (panel[-64:] == 99).all()
     call(data.ctypes.data, panel.ctypes.data, out.ctypes.data, 2, groups, 1, 24 * 4, 19, 3)
     np.testing.assert_array_equal(out[:3, :19], multiply(x, data, form, 19))

@@ -35,12 +35,14 @@ _MAGIC, _MAGIC_BITS = (
     12582912.0,
     0x4B400000,
 )  # 1.5 * 2**23: adding it rounds to the nearest integer, ties to even
-_AHEAD = 4096  # bytes; how far before its use memory is asked for
+# Panels of so many rows take so long over a unit that the processor does not look ahead far enough by itself;
+# with fewer rows asking for memory, so many bytes before its use, costs a fifth of the read rate. Measured.
+_MANY_ROWS, _AHEAD = 8, 3072
 
 MACHINES = ("avx512_vnni", "avx_vnni", "avx2", "plain")
 _HEIGHTS = {"avx512_vnni": (12, 8, 4, 2, 1), "avx_vnni": (4, 2, 1), "avx2": (4, 2, 1), "plain": (2, 1)}
 # Products of two pairs that an int16 holds when so many are added up: codes of `bits` times at most 127.
-_PAIRS = {4: 8, 5: 4, 6: 2, 8: 1}
+_PAIRS = {4: 8, 5: 4, 6: 2, 8: 8}
 
 
 def piece_bytes(form: Form) -> int:
@@ -64,13 +66,6 @@ def supported() -> tuple[str, ...]:
 def heights(machine: str) -> tuple[int, ...]:
     """Rows of the panels that there are products for, the highest first; the last is 1."""
     return _HEIGHTS[machine]
-
-
-def start_factor(form: Form, machine: str) -> int:
-    """What a row's sum of codes is multiplied by to make the integer sum begin right."""
-    offset = 0 if form.has_minimum else 1 << (form.bits - 1)
-    # Without a product of all unsigned bytes, 8-bit codes are taken as signed: less 128.
-    return (128 if machine == "avx2" and form.bits == 8 else 0) - offset
 
 
 # ---- values -----------------------------------------------------------------------------
@@ -126,67 +121,91 @@ def _numbers(builder: Any, address: ir.Value, offset: int, scale: str, machine: 
 
 # ---- integer dots -----------------------------------------------------------------------
 
-Dots = Callable[[Any, ir.Value, list[ir.Value], list[ir.Value]], ir.Value]
+# f(builder, totals, codes, word): each row's total plus its dots with the codes of some chunks, where
+# word(row, chunk) loads 4 codes of a row.
+Words = Callable[[int, int], ir.Value]
+Dots = Callable[[Any, list[ir.Value], list[ir.Value], Words], list[ir.Value]]
 
 
 def _vnni(width: int) -> Dots:
     """Each 4 unsigned codes times 4 signed ones, added up: one instruction for `width` outputs."""
     kind = ir.VectorType(_I32, width)
 
-    def dots(builder: Any, total: ir.Value, codes: list[ir.Value], words: list[ir.Value]) -> ir.Value:
-        parts = [_pick(builder, total, range(at, at + width)) for at in range(0, OUTPUTS, width)]
-        for code, word in zip(codes, words, strict=True):
-            code, x = builder.bitcast(code, _WORDS), _splat(builder, word, kind)
-            for i, part in enumerate(parts):
-                own = _pick(builder, code, range(i * width, (i + 1) * width)) if width < OUTPUTS else code
-                parts[i] = _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * width}", kind, part, own, x)
-        return parts[0] if width == OUTPUTS else _joined(builder, parts)
+    def dots(builder: Any, totals: list[ir.Value], codes: list[ir.Value], word: Words) -> list[ir.Value]:
+        starts = range(0, OUTPUTS, width)
+        parts = [[_pick(builder, total, range(at, at + width)) for at in starts] for total in totals]
+        for c, code in enumerate(codes):  # codes in one register, the rows' sums in all others
+            code = builder.bitcast(code, _WORDS)
+            own = [_pick(builder, code, range(at, at + width)) for at in starts]
+            for row, sums in enumerate(parts):
+                x = _splat(builder, word(row, c), kind)
+                for i, value in enumerate(own):
+                    name = f"llvm.x86.avx512.vpdpbusd.{32 * width}"
+                    sums[i] = _call(builder, name, kind, sums[i], value, x)
+        return [_joined(builder, sums) for sums in parts]
 
     return dots
 
 
 def _joined(builder: Any, parts: list[ir.Value]) -> ir.Value:
+    if len(parts) == 1:
+        return parts[0]
     return builder.shuffle_vector(*parts, ir.Constant(_WORDS, list(range(OUTPUTS))))
 
 
 def _pairs(bits: int) -> Dots:
-    """Products of bytes added by two into int16 and then by two into int32, 8 outputs at a time."""
+    """Products of bytes added by two into int16 and then by two into int32, 8 outputs at a time.
+
+    Two products of 8-bit codes would not fit: their halves of 4 bits are multiplied apart.
+    """
     words, shorts, bytes_ = (ir.VectorType(_I32, 8), ir.VectorType(_I16, 16), ir.VectorType(_I8, 32))
+    units = (1, 16) if bits == 8 else (1,)
 
-    def product(builder: Any, code: ir.Value, word: ir.Value) -> ir.Value:
-        x = builder.bitcast(_splat(builder, word, words), bytes_)
-        if bits == 8:  # |code - 128| * (x with its sign): two of them fit
-            code = builder.xor(code, _all(-128, bytes_))
-            x = _call(builder, "llvm.x86.avx2.psign.b", bytes_, x, code)
-            code = _call(builder, "llvm.abs.v32i8", bytes_, code, ir.IntType(1)(0))
-        return _call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, code, x)
+    def split(builder: Any, code: ir.Value, half: int) -> list[ir.Value]:
+        own = _pick(builder, code, range(32 * half, 32 * half + 32))
+        if bits < 8:
+            return [own]
+        return [builder.and_(own, _all(15, bytes_)), builder.lshr(own, _all(4, bytes_))]
 
-    def dots(builder: Any, total: ir.Value, codes: list[ir.Value], words_: list[ir.Value]) -> ir.Value:
-        parts = []
+    def add(
+        builder: Any, sums: list[ir.Value], some: list[tuple[int, list[ir.Value]]], word: Words
+    ) -> list[ir.Value]:
+        """Each row's sum of 8 outputs plus its dots with so few chunks that int16 holds them."""
+        shorts_of: list[list[Any]] = [[None] * len(units) for _ in sums]
+        for c, parts in some:
+            for row, found in enumerate(shorts_of):
+                x = builder.bitcast(_splat(builder, word(row, c), words), bytes_)
+                for i, part in enumerate(parts):
+                    pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, part, x)
+                    found[i] = pairs if found[i] is None else builder.add(found[i], pairs)
+        for row, found in enumerate(shorts_of):
+            for unit, pairs in zip(units, found, strict=True):
+                four = _call(builder, "llvm.x86.avx2.pmadd.wd", words, pairs, _all(unit, shorts))
+                sums[row] = builder.add(sums[row], four)
+        return sums
+
+    def dots(builder: Any, totals: list[ir.Value], codes: list[ir.Value], word: Words) -> list[ir.Value]:
+        halves = []
         for half in range(2):
-            part = _pick(builder, total, range(8 * half, 8 * half + 8))
+            sums = [_pick(builder, total, range(8 * half, 8 * half + 8)) for total in totals]
             for first in range(0, len(codes), _PAIRS[bits]):
-                sums: Any = None
-                for c in range(first, min(first + _PAIRS[bits], len(codes))):
-                    code = _pick(builder, codes[c], range(32 * half, 32 * half + 32))
-                    found = product(builder, code, words_[c])
-                    sums = found if sums is None else builder.add(sums, found)
-                four = _call(builder, "llvm.x86.avx2.pmadd.wd", words, sums, _all(1, shorts))
-                part = builder.add(part, four)
-            parts.append(part)
-        return _joined(builder, parts)
+                places = range(first, min(first + _PAIRS[bits], len(codes)))
+                sums = add(builder, sums, [(c, split(builder, codes[c], half)) for c in places], word)
+            halves.append(sums)
+        return [_joined(builder, list(pair)) for pair in zip(*halves, strict=True)]
 
     return dots
 
 
-def _plain(builder: Any, total: ir.Value, codes: list[ir.Value], words: list[ir.Value]) -> ir.Value:
+def _plain(builder: Any, totals: list[ir.Value], codes: list[ir.Value], word: Words) -> list[ir.Value]:
     """The same in operations that every processor has."""
-    for code, word in zip(codes, words, strict=True):
+    for c, code in enumerate(codes):
         for k in range(4):
             own = builder.zext(_pick(builder, code, range(k, 4 * OUTPUTS, 4)), _WORDS)
-            x = builder.ashr(builder.shl(word, _I32(24 - 8 * k)), _I32(24))
-            total = builder.add(total, builder.mul(own, _splat(builder, x, _WORDS)))
-    return total
+            for row, total in enumerate(totals):
+                x = builder.ashr(builder.shl(word(row, c), _I32(24 - 8 * k)), _I32(24))
+                totals[row] = builder.add(total, builder.mul(own, _splat(builder, x, _WORDS)))
+    return totals
 
 
 def _dots(form: Form, machine: str) -> Dots:
@@ -236,7 +255,7 @@ class _Unit:
     """Emits what 32 inputs of a block add to the sums of a panel's rows."""
 
     def __init__(self, builder: Any, form: Form, height: int, machine: str) -> None:
-        self._builder, self._form, self._height, self._machine = builder, form, height, machine
+        self._builder, self._form, self._height = builder, form, height
         self._dots = _dots(form, machine)
 
     def _row(self, pieces: ir.Value, row: int, kind: ir.Type, offset: int) -> ir.Value:
@@ -247,16 +266,9 @@ class _Unit:
         builder, rows = self._builder, range(self._height)
         first, where = half * len(chunks), _START_1 if half else _START
         totals = [_splat(builder, self._row(pieces, row, _I32, where), _WORDS) for row in rows]
-        if self._machine == "avx512_vnni":  # codes in one register, the rows' sums in all others
-            for c, code in enumerate(chunks):
-                for row in rows:
-                    word = self._row(pieces, row, _I32, 4 * (first + c))
-                    totals[row] = self._dots(builder, totals[row], [code], [word])
-            return totals
-        for row in rows:
-            words = [self._row(pieces, row, _I32, 4 * (first + c)) for c in range(len(chunks))]
-            totals[row] = self._dots(builder, totals[row], chunks, words)
-        return totals
+        return self._dots(
+            builder, totals, chunks, lambda row, c: self._row(pieces, row, _I32, 4 * (first + c))
+        )
 
     def _stepped(self, number: ir.Value, address: ir.Value, index: int) -> ir.Value:
         """A number of the header times the steps of a group, which lie behind the codes."""
@@ -273,7 +285,8 @@ class _Unit:
     ) -> list[ir.Value]:
         """The sums after 32 more inputs, whose codes are at `address` and whose rows are at `pieces`."""
         builder, form, sums = self._builder, self._form, list(sums)
-        _prefetch(builder, address, form.unit_bytes)
+        if self._height >= _MANY_ROWS:
+            _prefetch(builder, address, form.unit_bytes)
         halves = UNIT // form.group
         chunk = _chunks(builder, lambda j: load(builder, address, _PLANE, PLANE * j, 1), form.bits)
         each = 8 // halves

@@ -316,7 +316,7 @@ def prepare(form: Form, machine: str | None = None) -> int:
                 table[start + _FIRST_HEIGHT + 2 * i] = height
         table[start + _QUANTIZE], table[start + EXPAND] = found["quantize"], found["expand"]
         table[start + _HEADER], table[start + _UNIT_BYTES] = form.header_bytes, form.unit_bytes
-        table[start + _FACTOR] = micro.start_factor(form, machine)
+        table[start + _FACTOR] = -form.offset
         table[start + _FIRST_HEIGHT] = heights[0]
     return index
 

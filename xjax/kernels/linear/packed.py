@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from xjax.kernels.linear.forms import OUTPUTS, PLANE, UNIT, Form
 
-TINY = 2.0**-100  # units of x below it are zeros: no scale of theirs may become denormal
+# Units of x below it are zeros: threads may differ in what they do with denormal numbers, and above it none
+# can come up with float16 scales.
+TINY = 2.0**-64
 _CHUNKS = 8
 
 
