@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from xjax.checkpoints.codebooks import NONLINEAR
 from xjax.checkpoints.dequantize import (
     BLOCK_TYPES,
     bit_planes,
+    group_steps,
     nibbles,
     pairs,
     scale_steps,
+    third_bits,
     with_fifth_bit,
 )
 
@@ -113,7 +116,23 @@ def _q6_k(blocks: Bytes) -> BlockParts:
     return BlockParts(codes, _half(blocks, 208), None, blocks[:, 192:208].view(np.int8))
 
 
+def _q3_k(blocks: Bytes) -> BlockParts:
+    """As q6_k: a code of three bits and 28 is one of six, of which 32 stands for zero."""
+    codes = pairs(blocks[:, 32:96], 32)
+    codes += np.uint8(32)
+    codes -= third_bits(blocks[:, :32])
+    return BlockParts(codes, _half(blocks, 108), None, group_steps(blocks[:, 96:108]))
+
+
+def _iq4_nl(blocks: Bytes) -> BlockParts:
+    """As q8_0: the table holds whole numbers of 8 bits."""
+    return BlockParts(_NONLINEAR_CODES[nibbles(blocks[:, 2:], 16)], _half(blocks, 0))
+
+
+_NONLINEAR_CODES = (NONLINEAR + 128).astype(np.uint8)
+
 SPLITTERS: dict[str, Splitter] = {
     "q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
     "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
+    "q3_k": _q3_k, "iq4_nl": _iq4_nl,
 }  # fmt: skip

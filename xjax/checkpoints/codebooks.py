@@ -15,7 +15,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 # Four-bit floats (one sign, two exponent, one mantissa bit), doubled to be whole numbers.
 _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
@@ -161,7 +161,7 @@ def _look_up_halves(table: Floats, packed: Bytes, group: int, out: Floats) -> No
 
 
 def iq4_nl(blocks: Bytes, out: Floats) -> None:
-    _look_up_halves(_NONLINEAR, blocks[:, 2:], 16, out)
+    _look_up_halves(NONLINEAR, blocks[:, 2:], 16, out)
     out *= _half(blocks, 0)
 
 
@@ -169,7 +169,7 @@ def iq4_xs(blocks: Bytes, out: Floats) -> None:
     high = _fields(blocks[:, 2:4].view("<u2"), (0, 2, 4, 6, 8, 10, 12, 14), 3)
     scales = (_halves(blocks[:, 4:8]) | (high << 4)) - 32
     step = _half(blocks, 0) * scales.astype(np.float32)
-    _look_up_halves(_NONLINEAR, blocks[:, 8:], 16, out)
+    _look_up_halves(NONLINEAR, blocks[:, 8:], 16, out)
     out.reshape(len(out), 8, 32)[...] *= step[:, :, None]
 
 

@@ -203,16 +203,24 @@ def _q2_k(blocks: Bytes, out: Floats) -> None:
     groups -= low[:, :, None]
 
 
-def _q3_k(blocks: Bytes, out: Floats) -> None:
-    packed = blocks[:, 96:108]
-    scales = nibbles(packed[:, :8], 8) | (pairs(packed[:, 8:], 4) << 4)
-    step = _half(blocks, 108) * (scales.view(np.int8) - np.int8(32)).astype(np.float32)
-    codes = pairs(blocks[:, 32:96], 32)
-    # The third bit is stored inverted: a clear bit subtracts 4.
-    missing = bit_planes(blocks[:, :32]).reshape(len(out), 256)
+def group_steps(packed: Bytes) -> npt.NDArray[np.int8]:
+    """Unpack twelve bytes into sixteen signed steps of six bits: [blocks, 16]."""
+    steps = nibbles(packed[:, :8], 8) | (pairs(packed[:, 8:], 4) << 4)
+    return steps.view(np.int8) - np.int8(32)
+
+
+def third_bits(packed: Bytes) -> Bytes:
+    """What is taken from codes of two bits [blocks, 256], 0 or 4: a third bit [blocks, 32] that is clear."""
+    missing = bit_planes(packed).reshape(len(packed), 256)
     missing ^= 1
     missing <<= 2
-    codes -= missing
+    return missing
+
+
+def _q3_k(blocks: Bytes, out: Floats) -> None:
+    step = _half(blocks, 108) * group_steps(blocks[:, 96:108]).astype(np.float32)
+    codes = pairs(blocks[:, 32:96], 32)
+    codes -= third_bits(blocks[:, :32])
     np.copyto(out, codes.view(np.int8))
     out.reshape(len(out), 16, 16)[...] *= step[:, :, None]
 

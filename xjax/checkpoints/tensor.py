@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from xjax.checkpoints.blocks import BlockParts, split
 from xjax.checkpoints.dequantize import BLOCK_TYPES, dequantize, dequantize_into, num_bytes
 from xjax.errors import LoadError
 
@@ -135,6 +136,18 @@ class TensorView:
         assert start + size <= self.start + self.num_bytes, (first, out.shape, self.shape)
         dequantize_into(self.mapped.data[start : start + size], self.dtype, out)
         self.mapped.release(start, size)
+
+    def split_rows(self, first: int, count: int) -> BlockParts:
+        """Take some rows of blocks apart, all axes but the last counted as one.
+
+        Safe in several threads at once. Only for types of `blocks.SPLITTERS`.
+        """
+        size = num_bytes(self.dtype, (count, self.num_columns))
+        start = self.start + first * num_bytes(self.dtype, (self.num_columns,))
+        assert start + size <= self.start + self.num_bytes, (first, count, self.shape)
+        parts = split(self.mapped.data[start : start + size], self.dtype, self.num_columns)
+        self.mapped.release(start, size)
+        return parts
 
     def release(self) -> None:
         """Drop its bytes from this process's memory; reading them again maps them again."""

@@ -34,6 +34,7 @@ from xjax.engine.step import StepSpec
 from xjax.engine.warmup import ProgramCache, ProgramTable, arithmetic
 from xjax.errors import LoadError
 from xjax.kernels.choice import choose, choose_dtype
+from xjax.kernels.linear import PACKED_BACKENDS
 from xjax.kernels.pages import page_dtype
 from xjax.models.family import Family
 from xjax.models.layout import split_config
@@ -148,11 +149,14 @@ def load_model(
     checkpoint: Checkpoint,
     *,
     dtype: str = "auto",
+    kernels: str = "xla",
     device: Any = None,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Read a checkpoint's parameters onto a device, or each device's part onto those of a mesh.
+
+    kernels   a backend, as `with_defaults` names it: for some, quantized matrices stay as they are
 
     Raises LoadError.
     """
@@ -165,8 +169,9 @@ def load_model(
         sharding = family.shardings(config, mesh)
     report = None if progress is None else partial(progress, "load")
     params = load_params(
-        checkpoint, family, config, dtype=jnp.dtype(name), sharding=sharding, progress=report
-    )
+        checkpoint, family, config, dtype=jnp.dtype(name), sharding=sharding,
+        packs=mesh is None and kernels in PACKED_BACKENDS, progress=report,
+    )  # fmt: skip
     return Model(family, config, params, jnp.dtype(name), mesh)
 
 

@@ -125,8 +125,9 @@ class LLM:
         if self.options.generation_config == "auto":
             self.generation_defaults = dict(generation_defaults(checkpoint)) or pinned_sampling(path)
         self.model = load_model(
-            checkpoint, dtype=self.options.dtype, device=device, mesh=mesh, progress=progress
-        )
+            checkpoint, dtype=self.options.dtype, kernels=self.options.kernels, device=device, mesh=mesh,
+            progress=progress,
+        )  # fmt: skip
         self.plan = plan_engine(self.model, self.options, device=device)
         _log_start(self.plan, self.generation_defaults)
         self._settle_kernels(kernels, given)

@@ -25,7 +25,8 @@ from xjax.models.rope import rotate
 from xjax.state.batch import NO_POSITION, Batch
 from xjax.state.kv import LayerKV
 from xjax.state.mesh import ParamSpec, joined, on_shards, whole
-from xjax.state.quantized import QuantizedArray, Weight, matmul
+from xjax.state.packed import PackedArray, look_up
+from xjax.state.quantized import Codes, Weight, matmul
 
 
 @struct.dataclass
@@ -357,9 +358,12 @@ def embed_tokens(embed: Weight, batch: Batch, scale: float | None = None) -> jax
 
     The scale is rounded to the model dtype first, as the models were trained.
     """
-    if isinstance(embed, QuantizedArray):
-        raise TypeError("the embedding must be an array: rows of codes cannot be looked up yet")
-    x = whole(jnp.take(embed, batch.token_id, axis=0, mode="clip"), batch.mesh)
+    if isinstance(embed, PackedArray):
+        x = look_up(batch.token_id, embed, backend=batch.backend)
+    elif isinstance(embed, Codes):
+        raise TypeError("the embedding must be an array, or packed: rows of other codes cannot be looked up")
+    else:
+        x = whole(jnp.take(embed, batch.token_id, axis=0, mode="clip"), batch.mesh)
     if scale is not None:
         x = x * jnp.asarray(scale, x.dtype)
     if batch.embeds is not None:
@@ -382,9 +386,9 @@ def head_logits(
     returns  [J, V]   float32, times `scale`, then capped
     """
     weight = params.embed if params.head is None else params.head
-    if scale == 1.0 and not isinstance(weight, QuantizedArray):
+    if scale == 1.0 and not isinstance(weight, Codes):
         return joined(head.logits(hidden, weight, soft_cap=soft_cap, backend=backend), mesh)
-    if isinstance(weight, QuantizedArray):
+    if isinstance(weight, Codes):
         scores = matmul(hidden.astype(jnp.float32), weight, backend=backend, mesh=mesh)
     else:
         scores = head.logits(hidden, weight, backend=backend)

@@ -1,7 +1,7 @@
 """Weights that may be codes: one array type and the one matrix product that models call.
 
-A model says `matmul(x, w)` and does not know whether `w` is an array or codes with scales. What a
-kernel does with codes is the business of `kernels/linear`.
+A model says `matmul(x, w)` and does not know whether `w` is an array or codes with scales, here or
+packed as in packed.py. What a kernel does with codes is the business of `kernels/linear`.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xjax.kernels import linear as kernels
 from xjax.kernels.linear.xla import dequantize, rows_at_a_time
 from xjax.state.mesh import TENSOR_AXIS, whole
+from xjax.state.packed import JoinedArray, PackedArray, multiply, numbers
 
 CODE_TYPES = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 GROUP_BY_KIND = {"int8": None, "int8_32": 32}
@@ -55,12 +56,13 @@ class QuantizedArray:
         return sum(part.nbytes for part in jax.tree.leaves(self))
 
 
-Weight = jax.Array | QuantizedArray
+Codes = QuantizedArray | PackedArray | JoinedArray
+Weight = jax.Array | Codes
 
 
 def is_quantized(leaf: object) -> bool:
     """Tell jax.tree functions to take codes with their scales as one leaf."""
-    return isinstance(leaf, QuantizedArray)
+    return isinstance(leaf, Codes)
 
 
 def quantize(w: jax.Array, kind: str = "int8_32", *, symmetric: bool = True) -> QuantizedArray:
@@ -90,9 +92,11 @@ def quantize(w: jax.Array, kind: str = "int8_32", *, symmetric: bool = True) -> 
 def to_float(w: Weight, dtype: jnp.dtype) -> jax.Array:
     """Return a weight as numbers.
 
-    w        [Out, In]  array or QuantizedArray
+    w        [Out, In]  array or codes
     returns  [Out, In]  of `dtype`, columns by input
     """
+    if isinstance(w, PackedArray | JoinedArray):
+        return numbers(w, dtype)
     if not isinstance(w, QuantizedArray):
         return w.astype(dtype)
     values = dequantize(w.codes, w.scales, w.minimum, w.zeros, code_type=w.code_type, dtype=dtype)
@@ -105,11 +109,14 @@ def matmul(
     """Multiply rows by transposed weights, whatever the weights are kept as.
 
     x        [N, In]    model dtype
-    w        [Out, In]  array or QuantizedArray
+    w        [Out, In]  array or codes
     mesh     devices that share it, or None
     split    its dimension that is split over the mesh. 0: so is the result; 1: sums are added up
     returns  [N, Out]   dtype of x, accumulated in float32
     """
+    if isinstance(w, PackedArray | JoinedArray):
+        assert mesh is None, "packed weights are for one device"
+        return multiply(x, w, backend=backend)
     if not isinstance(w, QuantizedArray):
         out = kernels.linear(x, w, backend=backend)
         return whole(out, mesh) if split == 1 else out
@@ -144,10 +151,15 @@ def _matmul_on(mesh: Mesh, x: jax.Array, w: QuantizedArray, split: int, backend:
     )(x, w)
 
 
-def working_bytes(arrays: Sequence[QuantizedArray]) -> int:
-    """Bytes of numbers that a step's products hold at once: of small matrices all, of others a block."""
+def working_bytes(arrays: Sequence[Weight]) -> int:
+    """Bytes of numbers that a step's products hold at once: of small matrices all, of others a block.
+
+    Of packed ones none: their kernels take codes as they are.
+    """
     whole, block = 0, 0
     for array in arrays:
+        if not isinstance(array, QuantizedArray):
+            continue
         num_out, num_in = array.shape
         rows = rows_at_a_time(num_out, num_in)
         if rows == num_out:
@@ -157,17 +169,19 @@ def working_bytes(arrays: Sequence[QuantizedArray]) -> int:
     return 2 * (whole + block)  # in the model dtype, and as what the compiler multiplies
 
 
-def spread(array: QuantizedArray, sharding: Any) -> QuantizedArray:
+def spread(array: Any, sharding: Any) -> Any:
     """Say where each part of an array lies when the whole has a sharding.
 
-    array      its parts may be of numpy or abstract
-    sharding   of [Out, In], or what `jax.device_put` takes for anything
+    array      QuantizedArray, PackedArray or JoinedArray; its parts may be of numpy or abstract
+    sharding   of [Out, In], or what `jax.device_put` takes for anything; packed weights are never split
 
     Outputs are split as they are for an array of numbers. Inputs are split only where every device
     gets whole groups, or all have one, and the inputs are in their own order.
     """
     if not isinstance(sharding, NamedSharding):
         return jax.tree.map(lambda _: sharding, array)
+    if not isinstance(array, QuantizedArray):
+        return jax.tree.map(lambda _: NamedSharding(sharding.mesh, PartitionSpec()), array)
     out_axis, in_axis = (*sharding.spec, None, None)[:2]
     groups, width = array.scales.shape[1], array.codes.shape[1]
     size = 1 if in_axis is None else sharding.mesh.shape[in_axis]

@@ -11,8 +11,9 @@ bytes mean is known to xjax.checkpoints, what an array is for to xjax.models.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,9 +25,10 @@ from xjax.models.family import Family
 from xjax.models.layers import Params
 from xjax.models.layout import whole_config
 from xjax.models.registry import load_config
-from xjax.state.quantized import QuantizedArray, spread
+from xjax.state.quantized import is_quantized, spread
 from xjax.weights.codes import read_codes
 from xjax.weights.orbax import read_saved_config, restore_params
+from xjax.weights.packed import packed_parts
 from xjax.weights.plan import LeafPlan, Planner
 from xjax.weights.read import parts_of
 from xjax.weights.relay import lay_out, places_before
@@ -52,12 +54,14 @@ def load_params(
     *,
     dtype: jnp.dtype,
     sharding: Any = None,
+    packs: bool = False,
     progress: Progress | None = None,
 ) -> Params:
     """Read every parameter of a model.
 
     sharding   None for the default device, one sharding or device, or a tree of them as
                `family.shardings` makes it
+    packs      keep GGUF blocks as the codes that they are, in packed matrices; for one device
 
     Raises LoadError naming tensor, file, expected and found shape, when one is missing, of
     another shape or not part of the model.
@@ -75,13 +79,13 @@ def load_params(
         )
         return lay_out(params, config, sharding)
     found, tree = jax.tree_util.tree_flatten_with_path(specs)
-    planner = Planner(checkpoint, family, config)
+    planner = Planner(checkpoint, family, config, packs=packs)
     plans = [planner.plan(path, spec) for path, spec in found]
     planner.check_all_used(tied=specs.head is None)
     targets = tree.flatten_up_to(sharding) if isinstance(sharding, Params) else [sharding] * len(plans)
     total, done, leaves = sum(plan.num_bytes for plan in plans), 0, []
     for values, target, plan in zip(_read_ahead(plans, jnp.dtype(dtype)), targets, plans, strict=True):
-        if isinstance(values, QuantizedArray) and isinstance(target, jax.sharding.Sharding):
+        if is_quantized(values) and isinstance(target, jax.sharding.Sharding):
             target = spread(values, target)
         leaves.append(jax.device_put(values, target))
         jax.block_until_ready(leaves[-2:-1])  # what is still under way keeps its copy here
@@ -98,13 +102,13 @@ def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
     return memory[start : start + count].view(dtype).reshape(shape)
 
 
-def _read_ahead(plans: list[LeafPlan], dtype: jnp.dtype) -> Iterator[np.ndarray | QuantizedArray]:
-    """Read arrays in order, the next ones already while one is placed."""
+def _read_ahead(plans: list[LeafPlan], dtype: jnp.dtype) -> Iterator[Any]:
+    """Read arrays of numpy, or of numpy parts, in order, the next ones already while one is placed."""
     num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="xjax-load") as pool:
-        pending: deque[tuple[np.ndarray | None, list[Future[Any]]]] = deque()
+        pending: deque[tuple[Any, list[Future[Any]]]] = deque()
 
-        def finish() -> np.ndarray | QuantizedArray:
+        def finish() -> Any:
             out, parts = pending[0]
             made = [part.result() for part in parts]
             pending.popleft()
@@ -112,11 +116,8 @@ def _read_ahead(plans: list[LeafPlan], dtype: jnp.dtype) -> Iterator[np.ndarray 
 
         try:
             for plan in plans:
-                if plan.is_codes:
-                    pending.append((None, [pool.submit(read_codes, plan, dtype, _aligned)]))
-                else:
-                    out = _aligned(plan.spec.shape, jnp.dtype(plan.spec.dtype or dtype))
-                    pending.append((out, [pool.submit(part) for part in parts_of(plan, out)]))
+                out, parts = _begin(plan, dtype)
+                pending.append((out, [pool.submit(part) for part in parts]))
                 if len(pending) >= _AHEAD:
                     yield finish()
             while pending:
@@ -125,3 +126,13 @@ def _read_ahead(plans: list[LeafPlan], dtype: jnp.dtype) -> Iterator[np.ndarray 
             for _, parts in pending:
                 for part in parts:
                     part.cancel()
+
+
+def _begin(plan: LeafPlan, dtype: jnp.dtype) -> tuple[Any, Iterable[Callable[[], Any]]]:
+    """What a plan makes and the functions that fill it; None where the one function returns it."""
+    if plan.is_codes:
+        return None, [partial(read_codes, plan, dtype, _aligned)]
+    if plan.is_packed:
+        return packed_parts(plan, dtype, _aligned)
+    out = _aligned(plan.spec.shape, jnp.dtype(plan.spec.dtype or dtype))
+    return out, parts_of(plan, out)

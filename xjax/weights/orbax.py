@@ -67,6 +67,7 @@ def name_arrays(params: Params) -> tuple[dict[str, Any], dict[str, dict[str, Any
         if not is_quantized(leaf):
             arrays[name] = leaf
             continue
+        assert isinstance(leaf, QuantizedArray), "packed weights are made when a model is loaded"
         arrays |= {f"{name}.{part}": value for part in parts if (value := getattr(leaf, part)) is not None}
         quantized[name] = {setting: to_plain(getattr(leaf, setting)) for setting in settings}
     return arrays, quantized

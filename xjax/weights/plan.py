@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from xjax.checkpoints.checkpoint import Checkpoint, QuantizedView, View
+from xjax.checkpoints.blocks import SPLITTERS
+from xjax.checkpoints.checkpoint import Checkpoint, QuantizedView, TensorView, View
 from xjax.errors import LoadError
 from xjax.models.family import Family
 from xjax.state.mesh import ParamSpec
@@ -31,13 +32,15 @@ _WHOLE_NUMBERS = ("int", "uint", "bool")  # types that hold codes of something e
 class LeafPlan:
     """How one array is made: its spec, the tensors, and how they are put together.
 
-    is_codes   whether all tensors are codes and may stay so
+    is_codes    whether all tensors are codes and may stay so
+    is_packed   whether tensors are blocks that shall stay the codes that they are
     """
 
     spec: ParamSpec
     views: tuple[View, ...]
     fuse: Fuse
     is_codes: bool = False
+    is_packed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -46,9 +49,13 @@ class LeafPlan:
 
 
 class Planner:
-    """Finds the tensors of one checkpoint for one family and checks their shapes."""
+    """Finds the tensors of one checkpoint for one family and checks their shapes.
 
-    def __init__(self, checkpoint: Checkpoint, family: Family, config: Any) -> None:
+    packs   whether GGUF blocks of matrices that are only multiplied or looked up stay codes
+    """
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, config: Any, *, packs: bool = False) -> None:
+        self._packs = packs
         self._checkpoint, self._naming, self._config = checkpoint, family.naming, config
         self._is_gguf = checkpoint.kind == "gguf"
         changes = family.naming.gguf if self._is_gguf else family.naming.hf
@@ -79,7 +86,13 @@ class Planner:
                 expected = f"must have shape {shape}, found {view.shape}"
                 raise LoadError(f"{view.file}: tensor {view.name} {expected}")
         is_codes = field in _PRODUCTS and all(isinstance(view, QuantizedView) for view in views)
-        return LeafPlan(spec, views, fuse, is_codes)
+        return LeafPlan(spec, views, fuse, is_codes, self._is_packed(field, views))
+
+    def _is_packed(self, field: str, views: Sequence[View]) -> bool:
+        """Whether a field is made of blocks that can be taken apart; of a fused one some suffice."""
+        if not self._packs or field not in _PRODUCTS | {"embed"}:
+            return False
+        return any(view.dtype in SPLITTERS for view in views if isinstance(view, TensorView))
 
     def _find(self, name: str, shape: Sequence[int]) -> View:
         if name not in self._views:

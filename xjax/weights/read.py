@@ -20,8 +20,8 @@ from xjax.weights.plan import LeafPlan
 
 Rows = npt.NDArray[np.intp]
 
-_PART = 1 << 21  # elements of a part
-_SLAB = 1 << 16
+PART = 1 << 21  # elements of a part
+SLAB = 1 << 16  # elements that a cache holds
 
 
 def parts_of(plan: LeafPlan, out: Array) -> Iterator[Callable[[], None]]:
@@ -29,21 +29,21 @@ def parts_of(plan: LeafPlan, out: Array) -> Iterator[Callable[[], None]]:
 
     out   [*spec.shape]   C-contiguous; written when they run
     """
-    targets = _targets(plan)
+    targets = targets_of(plan)
     if targets is None:
         yield lambda: plan.fuse(out, [view.read() for view in plan.views])
         return
     rows = out.reshape(-1, out.shape[-1])
-    step = max(1, _PART // rows.shape[1])
+    step = max(1, PART // rows.shape[1])
     for view, target in zip(plan.views, targets, strict=True):
         if isinstance(view, QuantizedView):
             yield partial(_read_whole, view, rows, target)
             continue
         for first in range(0, len(target), step):
-            yield partial(_read_part, view, first, rows, target[first : first + step])
+            yield partial(read_part, view, first, rows, target[first : first + step])
 
 
-def _targets(plan: LeafPlan) -> list[Rows] | None:
+def targets_of(plan: LeafPlan) -> list[Rows] | None:
     """Where the rows of each tensor go; None where `fuse` does more than move them, or for a vector.
 
     A plan's `fuse` moves rows whatever they hold: it is given their numbers.
@@ -68,12 +68,12 @@ def _read_whole(view: View, rows: Array, target: Rows) -> None:
     rows[target] = view.read()
 
 
-def _read_part(view: TensorView, first: int, rows: Array, target: Rows) -> None:
+def read_part(view: TensorView, first: int, rows: Array, target: Rows) -> None:
     """Read the rows of a tensor from `first` on, each into its row of `rows` [all rows, columns]."""
     if np.all(np.diff(target) == 1):
         view.read_rows(rows[target[0] : target[0] + len(target)], first)
         return
-    step = max(1, _SLAB // rows.shape[1])
+    step = max(1, SLAB // rows.shape[1])
     slab = np.empty((step, rows.shape[1]), rows.dtype)
     for start in range(0, len(target), step):
         places = target[start : start + step]

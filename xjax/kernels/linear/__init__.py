@@ -55,6 +55,9 @@ def _numba_rows(*arguments: Any) -> jax.Array:
     return lookup.rows_packed(*arguments)
 
 
+# Backends that packed weights are for: with others they are loaded as numbers.
+PACKED_BACKENDS = frozenset({"numba"})
+
 # The others have no forms of their own yet.
 _NAMES = ("xla", "accelerator", "numba")
 _LINEAR: dict[str, Callable[..., jax.Array]] = dict.fromkeys(_NAMES, xla.linear)

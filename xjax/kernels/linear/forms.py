@@ -17,7 +17,7 @@ eight chunks of 4 inputs:
 Knows no files, and neither jax nor numba: what reads and writes records takes the layout from here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -96,6 +96,11 @@ class Form:
         """Bytes of a unit."""
         return self.unit.itemsize
 
+    def field(self, name: str) -> tuple[np.dtype[Any], int]:
+        """Type and first byte of a field, of those of the unit within it, of others within a run."""
+        fields: Any = self.unit.fields if name in (self.unit.names or ()) else self.layout.fields
+        return fields[name][0], fields[name][1]
+
     @property
     def run_inputs(self) -> int:
         """Inputs of a run."""
@@ -162,58 +167,56 @@ def pack(form: Form, fields: Fields) -> Bytes:
     """
     num_out, num_in = fields.codes.shape
     data = np.zeros(form.shape(num_out, num_in), np.uint8)
-    runs = data.view(form.layout)  # [Nb, R]
-    runs["scales"] = _by_block(fields.scales, num_out)
-    if fields.minimums is not None:
-        runs["minimums"] = _by_block(fields.minimums, num_out)
-    units = runs["units"]
-    if fields.steps is not None:
-        units["steps"] = _by_block(fields.steps, num_out).reshape(units["steps"].shape)
-    if fields.minimum_steps is not None:
-        units["minimum_steps"] = _by_block(fields.minimum_steps, num_out).reshape(
-            units["minimum_steps"].shape
-        )
-    blocks = len(data)
-    codes = _padded(fields.codes).reshape(blocks, OUTPUTS, -1, _CHUNKS, 4)
-    chunks = codes.transpose(0, 2, 3, 1, 4).reshape(*units.shape, _CHUNKS, PLANE)
-    units["codes"] = _planes(chunks, form.bits)
+    put(form, fields, np.arange(num_out), data)
     return data
 
 
-def _padded(values: Array) -> Array:
-    """Add rows of zeros up to a whole block."""
-    more = -len(values) % OUTPUTS
-    return np.pad(values, ((0, more), (0, 0))) if more else values
+def put(form: Form, fields: Fields, rows: npt.NDArray[np.intp], data: Bytes) -> None:
+    """Lay some outputs of a matrix into its records; safe in several threads for different outputs.
+
+    fields   of the outputs alone
+    rows     [outputs]      where each of them goes
+    data     [Nb, record]   uint8, contiguous, written
+    """
+    runs, count = data.view(form.layout), len(rows)  # [Nb, R]
+    block, lane = np.divmod(rows, OUTPUTS)
+    runs["scales"][block, :, lane] = fields.scales
+    if fields.minimums is not None:
+        runs["minimums"][block, :, lane] = fields.minimums
+    units = runs["units"]  # [Nb, R, run]
+    if fields.steps is not None:
+        steps = fields.steps.reshape(count, *units.shape[1:], -1)
+        units["steps"][block, :, :, :, lane] = steps
+    if fields.minimum_steps is not None:
+        units["minimum_steps"][block, :, :, lane] = fields.minimum_steps.reshape(count, *units.shape[1:])
+    # Words of 4 inputs: the planes of an output are a word each.
+    places = units["codes"].view(np.uint32)  # [Nb, R, run, planes, 16]
+    chunks, first = np.ascontiguousarray(fields.codes).view(np.uint32).reshape(count, -1, _CHUNKS), 0
+    for planes in _planes(chunks, form.bits):
+        end = first + planes.shape[2]
+        places[block, :, :, first:end, lane] = planes.reshape(count, *units.shape[1:], -1)
+        first = end
 
 
-def _by_block(values: Array, num_out: int) -> Array:
-    """Turn [Out, columns] to [Nb, columns, 16]."""
-    assert len(values) == num_out, (values.shape, num_out)
-    return _padded(values).reshape(-1, OUTPUTS, values.shape[1]).swapaxes(1, 2)
-
-
-def _planes(chunks: Bytes, bits: int) -> Bytes:
-    """Put the codes of eight chunks [..., 8, 64] into planes [..., planes, 64]."""
+def _planes(chunks: npt.NDArray[np.uint32], bits: int) -> Iterator[npt.NDArray[np.uint32]]:
+    """Put the codes of eight chunks [outputs, units, 8], words of 4 codes, into planes, some at a time."""
     if bits == 8:
-        return chunks
-    low = chunks & np.uint8(15)
-    planes = [low[..., ::2, :] | low[..., 1::2, :] << np.uint8(4)]
-    high = chunks >> np.uint8(4)
-    if bits == 5:
-        planes.append(_joined(high, 1))
-    if bits == 6:
-        planes += [_joined(high[..., 4 * h : 4 * h + 4, :], 2) for h in range(2)]
-    return np.concatenate(planes, axis=-2)
-
-
-def _joined(parts: Bytes, width: int) -> Bytes:
-    """Put parts of `width` bits side by side in bytes, the first one lowest: [..., n, 64] -> [..., 1, 64]."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    return np.bitwise_or.reduce(parts << shifts, axis=-2, keepdims=True)
+        yield chunks
+        return
+    low = chunks & np.uint32(0x0F0F_0F0F)
+    yield low[:, :, ::2] | low[:, :, 1::2] << np.uint32(4)
+    if bits == 4:
+        return
+    high = chunks >> np.uint32(4) & np.uint32(0x0101_0101 if bits == 5 else 0x0303_0303)
+    high = high.reshape(*high.shape[:2], bits - 4, -1)
+    joined = high[..., 0].copy()
+    for i in range(1, high.shape[3]):
+        joined |= high[..., i] << np.uint32(i * (bits - 4))
+    yield joined
 
 
 def _chunks(planes: Bytes, bits: int) -> Bytes:
-    """Undo `_planes`."""
+    """Take the codes of eight chunks [..., 8, 64] out of planes [..., planes, 64]."""
     if bits == 8:
         return planes
     low = planes[..., :4, :]
