@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.tiny_folder import write_folder
 from xjax.checkpoints.checkpoint import open_checkpoint
-from xjax.weights import orbax as saving
+from xjax.weights.saved import orbax as saving
 from xjax_server.cli import main
 
 pytestmark = pytest.mark.device

@@ -29,8 +29,8 @@ from xjax.errors import LoadError
 from xjax.request import SamplingParams
 from xjax.text.template import load_template
 from xjax.text.tokenizer import load_tokenizer
-from xjax.weights import orbax as saving
 from xjax.weights.convert import convert
+from xjax.weights.saved import orbax as saving
 
 pytestmark = pytest.mark.device
 MESSAGES = [{"role": "user", "content": "How are you?"}]

@@ -56,8 +56,8 @@ def plan_of(name, folder, dtype="<f4"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANS)
 def test_parts_in_any_order_make_the_array(name, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "_PART", 24)
-    monkeypatch.setattr(read, "_SLAB", 12)
+    monkeypatch.setattr(read, "PART", 24)
+    monkeypatch.setattr(read, "SLAB", 12)
     plan = plan_of(name, tmp_path)
     wanted = np.empty(plan.spec.shape, np.float32)
     plan.fuse(wanted, [view.read() for view in plan.views])

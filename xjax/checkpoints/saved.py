@@ -7,7 +7,7 @@
     metadata.gguf          of a GGUF file the same: its metadata, without tensors
 
 The manifest is written last, so a folder that has one is whole. How arrays lie in their parts is known to
-xjax.weights.orbax, what the configuration means to xjax.models.
+xjax.weights.saved.orbax, what the configuration means to xjax.models.
 """
 
 import json

@@ -33,9 +33,9 @@ from xjax.config import DTYPES, cache_home
 from xjax.errors import LoadError
 from xjax.kernels.choice import choose_dtype
 from xjax.weights.load import load_params, read_config
-from xjax.weights.orbax import name_arrays, save_arrays
-from xjax.weights.plain import to_plain
-from xjax.weights.writer import finish
+from xjax.weights.saved.orbax import name_arrays, save_arrays
+from xjax.weights.saved.plain import to_plain
+from xjax.weights.saved.writer import finish
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 

@@ -27,11 +27,11 @@ from xjax.models.layout import whole_config
 from xjax.models.registry import load_config
 from xjax.state.quantized import is_quantized, spread
 from xjax.weights.codes import read_codes
-from xjax.weights.orbax import read_saved_config, restore_params
 from xjax.weights.packed import packed_parts
 from xjax.weights.plan import LeafPlan, Planner
 from xjax.weights.read import parts_of
 from xjax.weights.relay import lay_out, places_before
+from xjax.weights.saved.orbax import read_saved_config, restore_params
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 

@@ -7,7 +7,7 @@ import pytest
 
 from xjax.checkpoints.saved import SavedArray, SavedModel, describe_files
 from xjax.errors import LoadError
-from xjax.weights.zarr import check_part
+from xjax.weights.saved.zarr import check_part
 
 ARRAY = {
     "shape": [3, 5], "chunks": [2, 5], "dtype": "<f4", "compressor": None, "filters": None,

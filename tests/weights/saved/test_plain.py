@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from xjax.errors import LoadError
-from xjax.weights.plain import from_plain, to_plain
+from xjax.weights.saved.plain import from_plain, to_plain
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from xjax.models.layers import Params
 from xjax.models.registry import supported
 from xjax.state.mesh import make_mesh
 from xjax.state.quantized import QuantizedArray, quantize, spread
-from xjax.weights import orbax as orbax_form
 from xjax.weights.convert import convert
 from xjax.weights.load import load_params, read_config
-from xjax.weights.orbax import name_arrays, restore_params, save_arrays
-from xjax.weights.plain import to_plain
+from xjax.weights.saved import orbax as orbax_form
+from xjax.weights.saved.orbax import name_arrays, restore_params, save_arrays
+from xjax.weights.saved.plain import to_plain
 
 pytestmark = pytest.mark.device
 
@@ -306,7 +306,7 @@ def test_no_family_is_left_out():
 
 
 def test_parts_and_progress(gemma, monkeypatch, tmp_path):
-    monkeypatch.setattr("xjax.weights.orbax._PART_BYTES", 20_000)
+    monkeypatch.setattr("xjax.weights.saved.orbax._PART_BYTES", 20_000)
     source = gemma[0]
     seen = []
     folder = convert(source, tmp_path / "saved", progress=lambda *step: seen.append(step))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from xjax.weights.writer import Writer, finish
+from xjax.weights.saved.writer import Writer, finish
 
 
 def test_things_are_done_in_order():

@@ -32,9 +32,9 @@ from xjax.models.family import Family
 from xjax.models.layers import Params
 from xjax.models.registry import family_for
 from xjax.state.quantized import QuantizedArray, is_quantized, spread
-from xjax.weights.plain import from_plain, to_plain
-from xjax.weights.writer import Writer
-from xjax.weights.zarr import check_part
+from xjax.weights.saved.plain import from_plain, to_plain
+from xjax.weights.saved.writer import Writer
+from xjax.weights.saved.zarr import check_part
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
