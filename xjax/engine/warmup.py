@@ -29,9 +29,10 @@ from xjax.config import compiler_environment
 from xjax.engine.audit import audit_donation
 from xjax.engine.step import StepSpec, step
 from xjax.errors import EngineError, LoadError
-from xjax.kernels import attention, moe
+from xjax.kernels import attention, linear, moe
 from xjax.state.batch import BatchShape, packed_length
 from xjax.state.mesh import replicated
+from xjax.state.packed import forms_in
 
 _STACK_BYTES = 64 << 20  # the compiler recurses deeply over unrolled layers
 _MISSES_TO_COMPILE = 32  # steps on a larger shape after which a shape gets a program of its own
@@ -341,6 +342,7 @@ class ProgramTable:
         attention.prepare(self._spec.backend)
         if getattr(self._spec.config, "experts", None) is not None:
             moe.prepare(self._spec.backend)
+        linear.prepare(self._spec.backend, forms_in(self._params))
         arguments = self._arguments(shape)
         key = hashlib.sha256(f"{self._fixed}|{shape}".encode()).hexdigest()
         if self._cache is not None:
