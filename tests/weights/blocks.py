@@ -95,11 +95,11 @@ class _WideFamily(FamilyCase):
         return (rows, ffn if stem in ("down_proj", "c_proj") else embed)[: len(shape)]
 
 
-def write_wide(name: str, path: Path) -> Path:
-    """Write one of the models of `WIDE`."""
+def write_wide(name: str, path: Path, **changes: Any) -> Path:
+    """Write one of the models of `WIDE`, with changes to its config."""
     if name.startswith(("llama", "gemma")):
-        return write_gguf(Case(name, _WIDE), path)
-    changes = {key: value for key, value in _WIDE.items() if key != "head_dim"}
+        return write_gguf(Case(name, _WIDE | changes), path)
+    changes = {key: value for key, value in _WIDE.items() if key != "head_dim"} | changes
     if name.startswith("glm4"):
         changes["head_dim"] = _WIDE["head_dim"]
     return write_family(_WideFamily(name, FAMILY_CASES[name].changes | changes), path)

@@ -26,7 +26,8 @@ FRANCE_IDS = [7042, 30, 198, 198, 504, 2988, 314, 42]
 @pytest.fixture(scope="module")
 def llm(smollm2_path):
     """The model at a size that compiles quickly."""
-    with LLM(smollm2_path, max_num_seqs=4, max_model_len=256, num_pages=64) as made:
+    # Numbers and float32 activations, as those that the texts below were made with.
+    with LLM(smollm2_path, max_num_seqs=4, max_model_len=256, num_pages=64, kernels="xla") as made:
         yield made
 
 

@@ -1,0 +1,94 @@
+"""GGUF files whose matrices stay codes, through whole steps: near the numbers' logits, alike in any batch."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.paged import PagedRows, run_alone
+from tests.weights.blocks import fill, write_wide
+from xjax.checkpoints.checkpoint import open_checkpoint
+from xjax.config import EngineOptions
+from xjax.engine.build import load_model, plan_engine, widened_bytes, with_defaults
+from xjax.kernels.linear import PACKED_BACKENDS
+from xjax.state.packed import JoinedArray, PackedArray
+from xjax.state.quantized import is_quantized
+
+pytestmark = pytest.mark.device
+
+MIXTURES = {
+    "llama_tied": ["q4_k", "q4_k", "q6_k"],
+    "gemma_tied": ["q5_0", "q8_0", "q4_1", "q6_k"],
+    "granite_biases": ["q5_1", "q4_0", "q5_k"],
+}
+
+
+def coded(model):
+    leaves = jax.tree.leaves(model.params, is_leaf=is_quantized)
+    return [leaf for leaf in leaves if is_quantized(leaf)]
+
+
+def rows_of(model, backend, **sizes):
+    sizes = {"num_rows": 1, "num_tiles": 2, "tile": 8, "max_pages": 12, "is_quick": True} | sizes
+    return PagedRows(model.family, model.config, model.params, backend=backend, **sizes)
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def models(request, tmp_path_factory):
+    """The same file as codes and as numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        fill(patch, MIXTURES[request.param])
+        path = tmp_path_factory.mktemp("packed") / "model.gguf"
+        write_wide(request.param, path, num_hidden_layers=2)
+    return tuple(load_model(open_checkpoint(path), kernels=kernels) for kernels in ("numba", "xla"))
+
+
+IDS = np.random.default_rng(3).integers(0, 47, 24)
+
+
+def test_logits_are_near_those_of_the_numbers(models):
+    """As near as rounding activations to 8 bits lets them be; kernels differ by the last bits alone."""
+    packed, plain = models
+    assert len(coded(packed)) > 8 and not coded(plain)
+    exact = run_alone(rows_of(plain, "xla"), IDS, [16, *[1] * 8])
+    found = run_alone(rows_of(packed, "numba"), IDS, [16, *[1] * 8])
+    twin = run_alone(rows_of(packed, "xla"), IDS, [16, *[1] * 8])
+    error, size = np.abs(found - exact), exact.std()
+    assert size > 0.5
+    assert 0 < error.mean() < 0.02 * size and error.max() < 0.2 * size
+    assert np.abs(twin - found).mean() < 0.2 * error.mean()
+
+
+def test_bits_do_not_depend_on_the_batch(models):
+    packed, _ = models
+    alone = run_alone(rows_of(packed, "numba"), IDS, [7, 9, *[1] * 8])
+    rows = rows_of(packed, "numba", num_rows=3, num_tiles=6, seed=1)
+    others = np.random.default_rng(4).integers(0, 47, (2, 40))
+    rows.step({}, [(1, others[0][:16]), (0, IDS[:16])])
+    rows.step({1: int(others[0][16])}, [(2, others[1][:16])])
+    for i in range(16, 24):
+        rows.step({0: int(IDS[i]), 1: int(others[0][i + 1]), 2: int(others[1][i])}, [])
+    np.testing.assert_array_equal(np.stack(rows.logits[0]), alone)
+
+
+def test_memory_plan_counts_codes(models):
+    packed, plain = models
+    device = jax.devices()[0]
+    options = with_defaults(EngineOptions(max_num_seqs=2, num_pages=40), device)
+    sizes = [plan_engine(model, options, device=device).memory.weights for model in models]
+    leaves = coded(packed)
+    saved = sum(4 * leaf.shape[0] * leaf.shape[1] - leaf.nbytes for leaf in leaves)
+    assert sizes[1] - sizes[0] == saved > 0.75 * sizes[1]
+    assert widened_bytes(packed, "cpu") == 0
+
+
+def test_kinds_of_pieces(models):
+    kinds = {type(leaf) for leaf in coded(models[0])}
+    assert PackedArray in kinds and kinds <= {PackedArray, JoinedArray}
+
+
+def test_several_devices_hold_numbers(tmp_path, monkeypatch):
+    from_mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    fill(monkeypatch, ["q8_0"])
+    checkpoint = open_checkpoint(write_wide("llama_tied", tmp_path / "model.gguf"))
+    assert not coded(load_model(checkpoint, kernels="numba", mesh=from_mesh))
+    assert "numba" in PACKED_BACKENDS and "xla" not in PACKED_BACKENDS
