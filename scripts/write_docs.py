@@ -278,18 +278,19 @@ Refused with a line that says so: vision towers' inputs, and any architecture no
 """
 MODELS_QUANTIZED = """\
 
-With `--kernels numba` (`auto` on a CPU with AVX2, one device) a matrix that is only multiplied, and an embedding,
-stay codes in memory:
+With `--kernels numba` (`auto` on a CPU with AVX2, one device) a matrix that is only multiplied, and an
+embedding, stay codes in memory:
 
 | type | kept as | |
 | --- | --- | --- |
-| `q8_0`, `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q4_k`, `q5_k`, `q6_k` | itself | the file's bytes; a K type takes 3 % more |
+| `q8_0`, `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q4_k`, `q5_k`, `q6_k` | itself | at most 3 % more than in the file |
 | `iq4_nl`, `q3_k` | `q8_0`, `q6_k` | the same numbers in wider codes |
 | other | numbers | as are router, experts of a mixture, norms and biases |
 
-They stand for the numbers that `--kernels xla` loads, to the bit. Where the tensors of a fused matrix have several types
-(`attn_v` of Q4_K_M files), each keeps its own, and so many products are made. Activations are rounded to 8 bits
-a group of 32 on the way into a product: answers are near those of `--kernels xla`, not equal.
+They stand for the numbers that `--kernels xla` loads, to the bit. Where the tensors of a fused matrix have
+several types (`attn_v` of Q4_K_M files), each keeps its own, and so many products are made. Activations are
+rounded to 8 bits a group of 32 on the way into a product: answers are near those of `--kernels xla`, not
+equal.
 
 ## Quantized folders
 
