@@ -6,6 +6,8 @@ scripts/bench_index.py [RECORDS]     prints JSON: microseconds for a prompt of 4
                                      insert    of all of them, as when they are computed
                                      evict     each of them, from its end
                                      the same with RECORDS (a million) in the index, and bytes of each;
+                                     a request of 4,096 tokens: `prompt`, its tokens and keys on the
+                                     caller's thread, and `submit`, `plan` (with the match) on the engine's;
                                      a step of 64 rows that decode and share nothing, planned and
                                      committed, with the cache and without
 """
@@ -15,6 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -24,7 +27,7 @@ from xjax.cache.keys import KeyChain, page_tokens
 from xjax.cache.pool import PagePool
 from xjax.config import SchedulerConfig, StepShapes
 from xjax.request import Request, SamplingParams
-from xjax.scheduler import Scheduler, StepResult
+from xjax.scheduler import Prompt, Scheduler, StepResult
 
 TOKENS, SIZE, REPEATS = 4096, 16, 30
 PAGES = TOKENS // SIZE
@@ -115,6 +118,31 @@ def steps(count: int = 800) -> dict[str, float]:
     return {"with": round(on, 1), "without": round(off, 1), "more": round(on - off, 1)}
 
 
+def arrival() -> dict[str, float]:
+    """Least microseconds of what a request costs until its first step is planned."""
+    shapes = StepShapes.plan(max_num_seqs=1, prefill_chunk_size=512, max_model_len=2 * TOKENS)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=1, max_model_len=2 * TOKENS, page_size=SIZE, num_pages=(4 * PAGES,), windows=(None,),
+            shapes=shapes,
+        )
+    )  # fmt: skip
+    rng, found = np.random.default_rng(0), dict[str, list[float]]()
+
+    def time_part(name: str, work: Callable[[], object]) -> None:
+        found.setdefault(name, []).append(_timed(work))
+
+    for number in range(REPEATS):
+        tokens = tuple(rng.integers(0, 150_000, TOKENS).tolist())
+        request = Request(request_id=str(number), prompt_ids=tokens, sampling=SamplingParams())
+        prompt = Prompt.of(request, scheduler.config)
+        time_part("prompt", partial(Prompt.of, request, scheduler.config))
+        time_part("submit", partial(scheduler.submit, request, prompt))
+        time_part("plan", scheduler.plan)
+        scheduler.abort(request.request_id)
+    return {name: round(min(values) * 1e6, 1) for name, values in found.items()}
+
+
 def _timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
@@ -139,6 +167,7 @@ def main(num_records: int) -> dict[str, object]:
         "inserted a second": round(len(large.index) / seconds),
         "bytes a record": round(num_bytes),
         "of 4,096 tokens among them, microseconds": large.one_prompt(),
+        "of a request of 4,096 tokens, microseconds": arrival(),
         "of a step with 64 rows, microseconds": steps(),
     }
 

@@ -4,6 +4,7 @@ Builds that are broken on purpose must breach the law, or it would prove nothing
 """
 
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.engine.schedules import Job, alone, make_jobs, run_schedule
 from tests.engine.tiny import VOCAB, Client
+from xjax.cache.keys import KeyChain
 from xjax.engine.transfer import Mover
 from xjax.request import FinishReason, SamplingParams
 from xjax.scheduler.pages.prefix import PrefixCache
@@ -270,3 +272,19 @@ def test_prefixes_that_differ_in_the_last_token_of_a_page(llama_kit):
         assert sample.events[0].num_cached_tokens == place // 4 * 4
     for engine in engines:
         engine.close()
+
+
+def test_prompts_are_hashed_by_who_asks_and_answers_a_page_at_a_time(llama_kit, monkeypatch):
+    hashed, whole = [], KeyChain.next
+
+    def note(self, *given):
+        hashed.append(threading.current_thread().name)
+        return whole(self, *given)
+
+    monkeypatch.setattr(KeyChain, "next", note)
+    engine = with_cache(llama_kit).engine()
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    Client(engine).run(np.random.default_rng(10).integers(0, VOCAB, 62).tolist(), params)
+    engine.close()
+    counts = Counter(hashed)
+    assert counts == {threading.current_thread().name: 62 // 4, "xjax-engine": (62 + 9) // 4 - 62 // 4}

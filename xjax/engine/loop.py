@@ -30,7 +30,7 @@ from xjax.engine.transfer import Mover
 from xjax.engine.warmup import Program, ProgramTable
 from xjax.errors import CapacityError, EngineError, LoadError, RequestError, XjaxError
 from xjax.request import Request, TokenEvent
-from xjax.scheduler import Moves, Plan, Scheduler
+from xjax.scheduler import Moves, Plan, Prompt, Scheduler
 from xjax.state.batch import BatchShape
 from xjax.state.kv import EngineState
 
@@ -141,6 +141,7 @@ class Engine:
     def submit(self, request: Request, on_event: EventSink) -> None:
         """Queue a request; see `Backend.submit`."""
         self._check(request)
+        prompt = Prompt.of(request, self.config)  # here, since the engine's thread has steps to plan
         with self._wake:
             if self._is_stopping:
                 raise self._stopped()
@@ -151,7 +152,7 @@ class Engine:
                 raise CapacityError(f"the queue is full ({limit} requests wait); try again later")
             self._delivery.register(request.request_id, on_event, request.sampling.n)
             self._num_entering += 1
-            self._commands.append(lambda: self._accept(request))
+            self._commands.append(lambda: self._accept(request, prompt))
             self._wake.notify()
 
     def finish(self, request_id: str, sample_id: int, num_tokens: int) -> None:
@@ -282,9 +283,9 @@ class Engine:
                 command = self._commands.popleft()
             self._delivery.put(command())
 
-    def _accept(self, request: Request) -> list[TokenEvent]:
+    def _accept(self, request: Request, prompt: Prompt) -> list[TokenEvent]:
         try:
-            self._scheduler.submit(request)
+            self._scheduler.submit(request, prompt)
         except XjaxError as error:
             self._delivery.fail(request.request_id, str(error))
         with self._wake:

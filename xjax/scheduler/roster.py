@@ -9,14 +9,12 @@ planner and the scheduler.
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from xjax.cache.index import Match
 from xjax.config import SchedulerConfig
 from xjax.request import Request
 from xjax.scheduler.admission import SampleGroup, WaitingLine, insert_by_order, remove_by_order
 from xjax.scheduler.pages.book import PageBook
-from xjax.scheduler.pages.prefix import NO_MATCH, PrefixCache
+from xjax.scheduler.pages.prefix import NO_MATCH, PrefixCache, Prompt
 from xjax.scheduler.pages.rows import RowTable
 from xjax.scheduler.pages.swap import SwapBook
 from xjax.scheduler.sequence import Sequence, Status
@@ -58,22 +56,23 @@ class Roster:
         """The samples of a living sequence's request."""
         return self.groups[sequence.request.request_id]
 
-    def enter(self, request: Request, *, max_tokens: int) -> SampleGroup:
+    def enter(self, request: Request, prompt: Prompt, *, max_tokens: int) -> SampleGroup:
         """Put the samples of a new request into the line, or behind sample 0."""
-        prompt = np.array(request.prompt_ids, np.int32)
         sequences: list[Sequence] = []
         for sample_id in range(request.sampling.n):
             sequences.append(
                 Sequence(
                     request,
                     sample_id,
-                    prompt=prompt,
+                    prompt=prompt.ids,
                     max_tokens=max_tokens,
                     num_groups=len(self.book.pools),
                     serial=self._next_serial,
                 )
             )
             self._next_serial += 1
+            progress = sequences[-1].cache
+            progress.tokens, progress.keys = list(prompt.pages), list(prompt.keys)
         group = SampleGroup(request, sequences, page_size=self.book.page_size, can_share=not self._has_state)
         self.groups[request.request_id] = group
         self.num_queued += 1

@@ -29,6 +29,7 @@ from xjax.scheduler.outcome import (
     take_prompt_scores,
     take_token,
 )
+from xjax.scheduler.pages.prefix import Prompt
 from xjax.scheduler.plan import Plan, StepResult
 from xjax.scheduler.planner import Planner
 from xjax.scheduler.roster import Roster
@@ -59,8 +60,11 @@ class Scheduler:
 
     # ---- requests come and go ----
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError or CapacityError; then nothing has changed."""
+    def submit(self, request: Request, prompt: Prompt | None = None) -> None:
+        """Queue a request. Raises RequestError or CapacityError; then nothing has changed.
+
+        prompt   of the request, where it was made already
+        """
         self.validate(request)
         if request.request_id in self._roster.groups:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -72,7 +76,8 @@ class Scheduler:
         max_tokens = room if wanted is None else min(wanted, room)
         if request.pooling is not None:
             max_tokens = 0
-        group = self._roster.enter(request, max_tokens=max_tokens)
+        prompt = prompt or Prompt.of(request, self.config)
+        group = self._roster.enter(request, prompt, max_tokens=max_tokens)
         if request.max_queue_time is not None:
             self._forget_deadlines()
             deadline = request.arrival + request.max_queue_time

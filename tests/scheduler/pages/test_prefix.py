@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from tests.scheduler.pages.swapping import SIZE, Play, letters
-from xjax.cache.keys import KeyChain
+from xjax.cache.keys import KeyChain, page_tokens
+from xjax.request import Request, SamplingParams
+from xjax.scheduler import Prompt
 from xjax.scheduler.sequence import Status
 
 
@@ -187,3 +189,40 @@ def keys_of(play: Play, text: str) -> tuple[list[bytes], list[bytes]]:
     keys: list[bytes] = []
     KeyChain(play.config.namespace, SIZE).extend(keys, pages)
     return keys, pages
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 70])
+def test_keys_made_ahead_are_those_made_while_planning(size):
+    """Of all full pages; and the samples' lists are their own."""
+    play = Play()
+    tokens = np.random.default_rng(size).integers(2, 60, size)
+    sampling = SamplingParams(max_tokens=3, n=2)
+    request = Request(
+        request_id="a", prompt_ids=tuple(tokens.tolist()), sampling=sampling, cache_salt=b"someone"
+    )
+    prompt = Prompt.of(request, play.config)
+    pages, keys = page_tokens(tokens.astype(np.int32), SIZE), []
+    KeyChain(play.config.namespace, SIZE).extend(keys, pages, b"someone")
+    assert (list(prompt.pages), list(prompt.keys)) == (pages, keys) and len(keys) == size // SIZE
+    assert prompt.ids.dtype == np.int32 and prompt.ids.tolist() == tokens.tolist()
+    play.loop.scheduler.submit(request, prompt)
+    first, second = (item.cache for item in play.roster.groups["a"].sequences)
+    assert first.keys == second.keys == keys and first.keys is not second.keys
+    off = Prompt.of(request, Play(prefix_cache=False).config)
+    assert (off.pages, off.keys) == ((), ()) and off.ids.tolist() == tokens.tolist()
+
+
+def test_a_prompt_with_keys_is_not_hashed_again(monkeypatch):
+    play, made = Play(), []
+    whole = KeyChain.next
+    monkeypatch.setattr(KeyChain, "next", lambda self, *given: made.append(given[1]) or whole(self, *given))
+    request = Request(
+        request_id="a", prompt_ids=tuple(letters("abcdefgh")),
+        sampling=SamplingParams(max_tokens=9, temperature=0, ignore_eos=True),
+    )  # fmt: skip
+    prompt = Prompt.of(request, play.config)
+    assert len(made) == 8
+    play.loop.scheduler.submit(request, prompt)
+    while not play.loop.is_idle:
+        play.loop.step()
+    assert len(made) == 8 + 2  # 32 tokens of prompt, and 8 of the answer that were computed

@@ -1,5 +1,6 @@
 """Between sequences and the prefix index: what a sequence finds there, and what it adds.
 
+    prompt    tokens and keys of a request, made before it is queued, on whatever thread
     match     how much of a waiting sequence is in pages already
     await     or is being computed by an older one: then it waits for that
     adopt     it starts from those pages
@@ -10,14 +11,48 @@ its pages are on the device; what it finds of its own when it comes back is none
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from xjax.cache.index import Match, Record
 from xjax.cache.keys import KeyChain, page_tokens
 from xjax.config import SchedulerConfig
+from xjax.request import Request
 from xjax.scheduler.pages.book import PageBook
 from xjax.scheduler.sequence import Sequence
 
 NO_MATCH = Match((), "off")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's tokens as sequences have them.
+
+    ids     [n] int32, never written
+    pages   tokens of each full page
+    keys    of these
+    """
+
+    ids: npt.NDArray[np.int32]
+    pages: tuple[bytes, ...] = ()
+    keys: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, request: Request, config: SchedulerConfig) -> "Prompt":
+        """Turn a request's tokens into what its sequences begin with; without keys where nothing is kept."""
+        tokens, keys = np.array(request.prompt_ids, np.int32), list[bytes]()
+        if not is_kept(config):
+            return cls(tokens)
+        pages = page_tokens(tokens, config.page_size)
+        KeyChain(config.namespace, config.page_size).extend(keys, pages, request.cache_salt)
+        return cls(tokens, tuple(pages), tuple(keys))
+
+
+def is_kept(config: SchedulerConfig) -> bool:
+    """Whether the index is told of pages."""
+    return config.prefix_cache and bool(config.num_pages)
 
 
 class PrefixCache:
@@ -27,7 +62,7 @@ class PrefixCache:
         self._book, self._index = book, book.index
         self._least_awaited = config.least_awaited
         self._chain = KeyChain(config.namespace, config.page_size)
-        self._is_on = config.prefix_cache and bool(book.pools)
+        self._is_on = is_kept(config)
         # Recurrent state at the matched boundary is not kept yet, so nothing could go on from there.
         self._can_match = self._is_on and not config.has_recurrent
         self._promised: dict[bytes, Sequence] = {}
