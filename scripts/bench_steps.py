@@ -44,7 +44,7 @@ class StepAlone:
         options = with_defaults(options, device)
         attention.prepare(options.kernels)
         if isinstance(model, str):
-            model = load_model(open_checkpoint(Path(model)), dtype="float32")
+            model = load_model(open_checkpoint(Path(model)), dtype="float32", kernels=options.kernels)
         self._model = model
         plan = plan_engine(self._model, options, device=device)
         self._config = plan.scheduler

@@ -19,6 +19,25 @@ class Codes:
 
 
 @dataclass
+class Form:
+    """How codes lie; it can tell shapes, and is no matrix."""
+
+    name: str = "q4_1"
+
+    def shape(self, num_out: int) -> tuple[int, int]:
+        return num_out, 4
+
+
+@dataclass
+class Records:
+    """Codes with their scales, in records."""
+
+    data: np.ndarray
+    form: Form
+    shape: tuple[int, int]
+
+
+@dataclass
 class Layer:
     qkv: Codes
     norm: np.ndarray
@@ -31,3 +50,4 @@ def test_codes_count_as_numbers_and_their_parts_as_bytes():
     layer = Layer(codes, np.zeros(64, np.float32), {"bias": np.zeros(3, np.float32), "none": None})
     assert count_weights((layer, [layer])) == (2 * (512 + 64 + 3), 2 * (288 + 256 + 12))
     assert count_weights(None) == (0, 0)
+    assert count_weights(Records(np.zeros((4, 40), np.uint8), Form(), (64, 32))) == (2048, 160)

@@ -150,8 +150,9 @@ def count_weights(tree: Any) -> tuple[int, int]:
     """
     if dataclasses.is_dataclass(cast(object, tree)):
         found = [count_weights(getattr(tree, item.name)) for item in dataclasses.fields(tree)]
-        shape = getattr(tree, "shape", None)
-        return sum(count for count, _ in found) if shape is None else math.prod(shape), _bytes(found)
+        shape = getattr(tree, "shape", None)  # of the layout of codes it is a function
+        is_matrix = isinstance(shape, tuple)
+        return math.prod(shape) if is_matrix else sum(count for count, _ in found), _bytes(found)
     if isinstance(tree, Mapping | list | tuple):
         parts = cast("Mapping[str, Any] | Sequence[Any]", tree)
         found = [count_weights(part) for part in (parts.values() if isinstance(parts, Mapping) else parts)]
