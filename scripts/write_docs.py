@@ -283,7 +283,7 @@ embedding, stay codes in memory:
 
 | type | kept as | |
 | --- | --- | --- |
-| `q8_0`, `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q4_k`, `q5_k`, `q6_k` | itself | at most 3 % more than in the file |
+| `q8_0`, `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q4_k`, `q5_k`, `q6_k` | itself | at most 3 % more than the file |
 | `iq4_nl`, `q3_k` | `q8_0`, `q6_k` | the same numbers in wider codes |
 | other | numbers | as are router, experts of a mixture, norms and biases |
 
