@@ -73,6 +73,7 @@ def measure_hits(model: str, plan: Plan, say: Say) -> dict[str, Any]:
     }  # fmt: skip
     subject, found = Worker(HIT, command(model, options)), dict[str, Any]()
     try:
+        subject.ask("warm")  # nothing is measured beside the compiler
         vocab_size = subject.ask("describe")["vocab_size"]
         source = random.Random(time.time_ns())
         for length in plan.lengths:
