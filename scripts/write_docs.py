@@ -264,7 +264,9 @@ What a file does not say:
 - Mixtral's GGUF too is one of `llama`; that it has experts is read off it. Whether the weights of a token's
   experts are made to sum to one is known by family: not in `qwen2moe`, yes in the others, as in llama.cpp.
 - OLMo 3's GGUF is one of `olmo2`; that it has windows is read off it. A `rope.scaling.attn_factor`
-  there, which converters wrote for a while, is the whole of what YaRN multiplies by, as in `config.json`.
+  there is taken for the whole of what YaRN multiplies by, the `attention_factor` of `config.json`: so
+  llama.cpp's converter wrote it at first, now it writes `yarn_attn_factor`. Read in its source; no such file
+  was tried.
 - "longrope" and "dynamic" have other frequencies for long contexts than for short ones. Which are used
   goes by the longest sequence that the engine runs (`--max-model-len`, else the model's context) and never
   by the length of one sequence, so that no cached key changes its meaning. "longrope" takes its short list

@@ -33,7 +33,8 @@ def config_from_hf(values: Mapping[str, Any]) -> Config:
 
 def config_from_gguf(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
     """Read GGUF metadata; layers with a window, which are OLMo 3's, have a plain rotation of their own."""
-    # Converters wrote a config.json's attention_factor, which is the whole scale, under this key for a while.
+    # llama.cpp's converter first wrote a config.json's attention_factor, the whole scale, under this key;
+    # known from its source alone, since no such file was at hand.
     scale = values.get("olmo2.rope.scaling.attn_factor")
     get = Settings({"olmo2.rope.scaling.yarn_attn_factor": scale, **values}, "GGUF metadata", "olmo2.")
     window = get.integer("attention.sliding_window", 0, low=0)
