@@ -10,7 +10,7 @@ from tests.scheduler.traces import check_events
 from xjax.config import SchedulerConfig, StepShapes
 from xjax.errors import CapacityError, RequestError
 from xjax.request import FinishReason, Request, SamplingParams
-from xjax.scheduler import Scheduler
+from xjax.scheduler import Scheduler, StepResult
 from xjax.scheduler.admission import WaitingLine
 from xjax.scheduler.roster import Roster
 
@@ -31,7 +31,7 @@ def config(**changes) -> SchedulerConfig:
 def request(name: str, num_prompt: int, num_output: int | None = 8, **changes) -> Request:
     fields = {
         name: changes.pop(name)
-        for name in ("priority", "arrival", "max_queue_time", "eos_ids")
+        for name in ("priority", "arrival", "max_queue_time", "eos_ids", "pooling")
         if name in changes
     }
     prompt = np.random.default_rng(len(name) + num_prompt).integers(2, 50, num_prompt)
@@ -376,6 +376,19 @@ def test_logits_that_are_not_finite_end_their_sample_alone():
     play.end()
     assert [play.reason("bad", i) for i in (0, 1)] == [FinishReason.ERROR] * 2
     assert play.reason("good") is FinishReason.LENGTH and play.num_tokens("good") == 8
+
+
+@pytest.mark.parametrize("value", [1.0, np.nan], ids=["finite", "nan"])
+def test_hidden_states_that_are_not_finite_are_never_found(value):
+    scheduler = Scheduler(config(embed_dim=2))
+    scheduler.submit(request("vector", 8, 1, pooling="mean"))
+    plan = scheduler.plan()
+    assert plan is not None and plan.samples.tolist() == [True]
+    zeros = np.zeros(1, np.int32)
+    (event,) = scheduler.commit(plan, StepResult(zeros, zeros, pooled=np.full((1, 2), value, np.float32)))
+    assert event.finish_reason is (FinishReason.ERROR if np.isnan(value) else FinishReason.STOP)
+    assert scheduler.stats()["prefix_records"] == (0 if np.isnan(value) else 2)
+    scheduler.check()
 
 
 def test_device_lost_all_running_start_again():

@@ -241,6 +241,7 @@ class Scheduler:
         assert result.pooled is not None
         event = self._hidden.event(sequence, result.pooled[row])
         if event is None:
+            self.prefix.forget_own(sequence)
             return self._end(sequence, FinishReason.ERROR, error=_NOT_FINITE)
         self._end(sequence, FinishReason.STOP)
         return event
