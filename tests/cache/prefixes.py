@@ -398,7 +398,7 @@ class Trace:
             self.counts["forgotten"] += 1
 
     def clear(self) -> None:
-        assert self.index.clear() == len(self.naive.existing())
+        assert self.index.clear() == sum(map(self.naive.is_usable, self.naive.existing()))
         for path in list(self.naive.pages):
             self.naive.strip(path)
 
@@ -426,7 +426,9 @@ class Trace:
             assert list(pool._idle) == self.naive.idle[group]
             assert list(host._idle) == self.naive.idle_slots[group]
         found = {_path(record): record for record in self.index._records.values()}
-        assert found.keys() == self.naive.existing() and len(found) == len(self.index)
+        assert found.keys() == self.naive.existing()
+        assert len(self.index) == sum(map(self.naive.is_usable, found))
+        self.counts["links"] += len(found) - len(self.index)
         for path, record in found.items():
             assert record.key == self.key_of(path)
             assert (list(record.pages), list(record.slots)) == (

@@ -94,11 +94,13 @@ class PrefixIndex:
         whole = tuple(group for group, window in enumerate(windows) if window is None)
         self._needed = whole or tuple(range(len(pools)))
         self._is_whole = bool(whole)
+        self._num_links = 0
         self.num_stored = 0
         self.num_evicted = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        """Records that have bytes; links alone do not count."""
+        return len(self._records) - self._num_links
 
     def first_page(self, group: int, num_pages: int) -> int:
         """First page that a sequence of so many full pages still needs in a group."""
@@ -179,6 +181,8 @@ class PrefixIndex:
             return record
         if record is None:
             record = self._add(key, parent, tokens)
+        elif _is_link(record):
+            self._num_links -= 1
         for group, page in enumerate(pages):
             if page and not record.pages[group]:
                 self._hold(record, group, page)
@@ -261,16 +265,17 @@ class PrefixIndex:
 
     def forget(self, record: Record) -> None:
         """Forget the bytes of one page, where it is still known; sequences keep theirs."""
-        if self.is_known(record):
+        if self.is_known(record) and not _is_link(record):
             self._strip(record)
             self._settle(record)
 
     def clear(self) -> int:
-        """Forget everything; pages that sequences reference stay theirs. Returns how many records went."""
-        count = len(self._records)
+        """Forget everything; pages that sequences reference stay theirs. Returns how many had bytes."""
+        count = len(self)
         for record in self._records.values():
             self._strip(record)
         self._records.clear()
+        self._num_links = 0
         return count
 
     def _let_go_of_page(self, record: Record, group: int) -> None:
@@ -299,13 +304,15 @@ class PrefixIndex:
         return all(there) if self._is_whole else any(there)
 
     def _settle(self, record: Record) -> None:
-        """Strip a record that no match can use, and remove it and those before it that nothing needs."""
+        """Make a link of a record that no match can use; remove it and those before it that nothing needs."""
         if self._has_bytes(record):
             return
         self._strip(record)
+        self._num_links += 1
         link: Parent = record
         while isinstance(link, Record) and not link.num_children and not self._has_bytes(link):
             del self._records[link.key]
+            self._num_links -= 1
             link = link.parent
             if isinstance(link, Record):
                 link.num_children -= 1
@@ -339,11 +346,18 @@ class PrefixIndex:
                 held += (page > 0) + (slot > 0)
             if not self._has_bytes(record):
                 assert not any(record.pages + record.slots) and record.num_children, "a record of no use"
+        links = [record for record in self._records.values() if _is_link(record)]
+        assert len(links) == self._num_links, "links are miscounted"
         assert held == sum(map(len, self._by_page + self._by_slot)), "a page or slot of no record"
         for record in self._records.values():
             assert record.num_children == children[id(record)], "children are miscounted"
         if self._max_pages is not None and self._pools:
             assert self._pools[self._needed[0]].num_kept <= self._max_pages, "more pages than the limit"
+
+
+def _is_link(record: Record) -> bool:
+    """Whether a record has no bytes and is there for those behind it alone."""
+    return not any(record.pages) and not any(record.slots)
 
 
 def _with(values: tuple[int, ...], group: int, value: int) -> tuple[int, ...]:
