@@ -3,11 +3,13 @@
 The engine, a remote replica and the fake of the tests implement it. Calls may come from any
 thread and return at once; events are delivered on the backend's own thread, in order for each
 sample, and the receiver must not block it. `cache_stats` puts the counters of kept and moved pages into
-the form that users see, in Python and over HTTP.
+the form that users see, in Python and over HTTP; `Histogram` counts times, as they are told among them.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import Any, Protocol
 
 from xjax.request import Request, TokenEvent
@@ -55,6 +57,41 @@ class Backend(Protocol):
         ...
 
 
+class Histogram:
+    """Counts of values by upper bound, and their sum; one thread observes.
+
+    bounds   ascending; a value that equals one counts there
+    """
+
+    __slots__ = ("_bounds", "_counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Take in a value, `times` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        """Values seen."""
+        return sum(self._counts)
+
+    def stats(self, name: str) -> dict[str, float]:
+        """As `Backend.stats` has it.
+
+        name   `name`_le_`bound`: values up to it; `name`_sum and `name`_count: of all
+        """
+        running = list(accumulate(self._counts))
+        found: dict[str, float] = {
+            f"{name}_le_{bound:g}": count for bound, count in zip(self._bounds, running, strict=False)
+        }
+        return {**found, f"{name}_sum": self.total, f"{name}_count": running[-1]}
+
+
 MISS_REASONS = ("unknown", "short", "window", "whole", "state")
 
 
@@ -64,14 +101,14 @@ def cache_stats(stats: Mapping[str, float]) -> dict[str, Any]:
     hits, hit_tokens     prompts that began from kept pages, each counted once; tokens in those
     host_hit_tokens      of these, tokens whose pages came from the host
     misses               those that found nothing, by reason: "unknown": no such tokens are kept;
-                         "short": less than a page; "window": pages matched, but those inside a window are
+                         "short": no more than a page; "window": pages matched, but those inside a window are
                          gone; "whole": every token was to be computed, for log-probabilities or a vector;
                          "state": recurrent state is not kept
     waits                times that one waited for pages that another was computing
     stored, evicted      pages of tokens that were recorded; device pages let go to make room
     copies               pages copied on the device, to be written by one sample
     forwarded_tokens     tokens that went through the model, repetitions included
-    records, cached_tokens   pages of tokens that can be found now, and tokens in them
+    records, cached_tokens   pages of tokens that are kept now, anywhere, and tokens in them
     pages                by group, now: used by sequences, idle (kept, used by none), kept, total
     host_slots           by group, now: pages in host memory used or kept, total
     host_states          now: recurrent states of sequences in host memory, total

@@ -5,7 +5,6 @@ additions, without a lock. It knows neither HTTP nor the engine.
 """
 
 import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
@@ -20,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import xjax
-from xjax.backend import MISS_REASONS
+from xjax.backend import MISS_REASONS, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -32,7 +31,7 @@ _GAUGES = {
     "waiting": ("waiting_sequences", "Sequences that wait for their first or next step."),
     "swapped": ("swapped_sequences", "Sequences whose pages were moved off the device."),
     "queued_requests": ("queued_requests", "Requests of which nothing has run."),
-    "prefix_records": ("prefix_cache_records", "Pages of tokens that a prompt can be found in."),
+    "prefix_records": ("prefix_cache_records", "Pages of tokens that are kept, on the device or the host."),
     "prefix_cached_tokens": ("prefix_cache_tokens", "Tokens in these."),
     "host_states_used": ("host_states_used", "Recurrent states of sequences in host memory."),
     "host_states_total": ("host_states_capacity", "Recurrent states that host memory has room for."),
@@ -86,36 +85,6 @@ _ENGINE_TIMES = {
 _BUCKET = re.compile(r"_le_(.+)$")
 
 
-class Histogram:
-    """Counts by upper bound and a sum; one thread observes."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Take in a value, `times` times."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    @property
-    def count(self) -> int:
-        """Values seen."""
-        return sum(self.counts)
-
-    def family(self, name: str, text: str) -> HistogramMetricFamily:
-        """As Prometheus wants it: cumulative."""
-        buckets: list[tuple[str, float]] = []
-        running = 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            running += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(bound), running))
-        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.total)
-
-
 class ServerMetrics(Collector):
     """Counters and histograms of one server with a registry of their own.
 
@@ -158,10 +127,13 @@ class ServerMetrics(Collector):
         """Everything, as the registry asks for it."""
         yield InfoMetricFamily("xjax", "What serves.", {"version": xjax.__version__})
         yield from self._requests()
-        yield self.ttft.family("xjax_time_to_first_token_seconds", "From arrival to a request's first token.")
-        yield self.token_gap.family("xjax_inter_token_seconds", "Between two tokens of a sample.")
-        yield self.queue.family("xjax_queue_seconds", "From arrival to a request's first step.")
-        yield self.whole.family("xjax_request_seconds", "From arrival to a request's end.")
+        for seen, name, text in (
+            (self.ttft, "xjax_time_to_first_token_seconds", "From arrival to a request's first token."),
+            (self.token_gap, "xjax_inter_token_seconds", "Between two tokens of a sample."),
+            (self.queue, "xjax_queue_seconds", "From arrival to a request's first step."),
+            (self.whole, "xjax_request_seconds", "From arrival to a request's end."),
+        ):
+            yield times_family(name, text, name, seen.stats(name))
         yield from engine_families(self._stats())
 
     def _requests(self) -> Iterator[Metric]:
@@ -209,18 +181,20 @@ def engine_families(stats: Mapping[str, float]) -> Iterator[Metric]:
             yield family
     for key, text in _ENGINE_TIMES.items():
         if f"{key}_count" in stats:
-            yield _engine_times(key, text, stats)
+            yield times_family(f"xjax_engine_{key}", text, key, stats)
 
 
-def _engine_times(key: str, text: str, stats: Mapping[str, float]) -> Metric:
-    """Cumulative counts by bound, as the backend keeps them in `<key>_le_<bound>`."""
+def times_family(name: str, text: str, key: str, stats: Mapping[str, float]) -> HistogramMetricFamily:
+    """A histogram as Prometheus wants it, of what `Histogram.stats` says under a name.
+
+    name, text   in the exposition
+    key          in `stats`
+    """
     bounds: list[tuple[float, float]] = []
-    for name, value in stats.items():
-        found = _BUCKET.search(name) if name.startswith(key) else None
+    for stat, value in stats.items():
+        found = _BUCKET.search(stat) if stat.startswith(key) else None
         if found is not None:
             bounds.append((float(found.group(1)), value))
-    buckets = [(repr(bound), value) for bound, value in sorted(bounds) if bound != float("inf")]
+    buckets = [(repr(bound), value) for bound, value in sorted(bounds)]
     buckets.append(("+Inf", stats[f"{key}_count"]))
-    return HistogramMetricFamily(
-        f"xjax_engine_{key}", text, buckets=buckets, sum_value=stats.get(f"{key}_sum", 0.0)
-    )
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=stats.get(f"{key}_sum", 0.0))

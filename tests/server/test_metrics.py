@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Reference
 from prometheus_client.parser import text_string_to_metric_families
 
-from xjax.backend import cache_stats
+from xjax.backend import Histogram, cache_stats
 from xjax.config import SchedulerConfig, StepShapes
 from xjax.scheduler import Scheduler
-from xjax_server.metrics import Histogram, ServerMetrics
+from xjax_server.metrics import ServerMetrics, times_family
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)
 STATS = {
@@ -82,7 +82,9 @@ def test_a_histogram_counts_as_the_client_s_own():
         (s.name, s.labels.get("le")): s.value for s in next(iter(reference.collect())).samples
         if not s.name.endswith("_created")
     }  # fmt: skip
-    got = {(s.name, s.labels.get("le")): s.value for s in ours.family("x", "x").samples}
+    got = {
+        (s.name, s.labels.get("le")): s.value for s in times_family("x", "x", "y", ours.stats("y")).samples
+    }
     assert got.keys() == expected.keys()
     assert got == pytest.approx(expected)
 

@@ -4,12 +4,12 @@ Written by the engine thread, read by anyone; a reader may see numbers of two ne
 """
 
 import threading
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping
 
 import jax
+
+from xjax.backend import Histogram
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -30,28 +30,6 @@ class CompileCounter:
     def close(self) -> None:
         """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._hear)
-
-
-class Histogram:
-    """Counts of values up to each bound, in the form that Prometheus keeps them."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def add(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def snapshot(self, name: str) -> dict[str, float]:
-        """`name`_le_`bound`: values up to it; `name`_sum, `name`_count: of all."""
-        running = list(accumulate(self._counts))
-        found: dict[str, float] = {
-            f"{name}_le_{bound:g}": count for bound, count in zip(self._bounds, running, strict=False)
-        }
-        return {**found, f"{name}_sum": self._sum, f"{name}_count": running[-1]}
 
 
 _STEP_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -92,8 +70,8 @@ class EngineMetrics:
         self.host_seconds.append(host)
         self.work_seconds.append(worked - self._worked)
         self.step_seconds.append(seconds)
-        self._hosts.add(host)
-        self._steps.add(seconds)
+        self._hosts.observe(host)
+        self._steps.observe(seconds)
         self._last_read, self._worked = read, worked
         return seconds
 
@@ -122,8 +100,8 @@ class EngineMetrics:
             "host_seconds_median": _median(self.host_seconds),
             "work_seconds_median": _median(self.work_seconds),
             "step_seconds_median": _median(self.step_seconds),
-            **self._steps.snapshot("step_seconds"),
-            **self._hosts.snapshot("host_seconds"),
+            **self._steps.stats("step_seconds"),
+            **self._hosts.stats("host_seconds"),
         }
 
 
