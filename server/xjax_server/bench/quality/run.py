@@ -37,7 +37,7 @@ class Plan:
 
     reference: Mapping[str, Any]
     candidates: tuple[Mapping[str, Any], ...]
-    tokens: int = 8192
+    tokens: int = 8704  # the first of a window may be scored by nothing
     window: int = 512
     prompts: int = 16
     answer: int = 64
