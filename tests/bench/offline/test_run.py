@@ -196,6 +196,16 @@ def test_report_names_everything(commands):
     assert "0.50" in text
 
 
+@pytest.mark.parametrize(
+    ("load", "peers", "is_told"), [(0.6, {"a": ""}, True), (0.6, {}, False), (0.4, {"a": ""}, False)]
+)
+def test_a_busy_machine_is_told(commands, load, peers, is_told):
+    result, out = _whole(_run()), io.StringIO()
+    result["machine"]["load"], result["flags"]["peers"] = load, peers
+    report.show(result, Console(file=out, width=140))
+    assert ("OTHER WORK WAS RUNNING" in out.getvalue()) is is_told
+
+
 def test_compare_gives_ratios(commands):
     a, b = _whole(_run()), _whole(_run())
     b["models"][0]["cases"]["decode 1"]["seconds"]["xjax"]["median"] *= 2

@@ -89,6 +89,12 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             f"reads {read['median'] / 1e9:.1f} GB/s (best {read['high'] / 1e9:.1f}), multiplies "
             f"{gemm['median'] / 1e9:.0f} GFLOP/s (best {gemm['high'] / 1e9:.0f}); the floor takes the best"
         )
+    machine = result["machine"]
+    if result["flags"].get("peers") and machine["load"] > machine["cores"] / 4:
+        console.print(
+            f"OTHER WORK WAS RUNNING (load {machine['load']}): peers whose threads wait for each other by "
+            "spinning suffer more than we do, so their ratios mean nothing"
+        )
     for found in result["models"]:
         console.print()
         console.print(_model_table(found))
