@@ -152,7 +152,8 @@ def count_weights(tree: Any) -> tuple[int, int]:
         found = [count_weights(getattr(tree, item.name)) for item in dataclasses.fields(tree)]
         shape = getattr(tree, "shape", None)  # of the layout of codes it is a function
         is_matrix = isinstance(shape, tuple)
-        return math.prod(shape) if is_matrix else sum(count for count, _ in found), _bytes(found)
+        numbers = math.prod(cast("tuple[int, ...]", shape)) if is_matrix else sum(count for count, _ in found)
+        return numbers, _bytes(found)
     if isinstance(tree, Mapping | list | tuple):
         parts = cast("Mapping[str, Any] | Sequence[Any]", tree)
         found = [count_weights(part) for part in (parts.values() if isinstance(parts, Mapping) else parts)]
