@@ -307,13 +307,15 @@ Tested: random matrices packed by the named package, against what it makes of th
 in most forms against the logits of transformers on the same numbers, within 1e-4; each part left out moves
 them by over 100 times that; missing, cut and mistyped tensors and nonsense settings are errors of one line.
 
-- Weights are quantized, activations are not: an 8-bit model for 8-bit activations runs with the model's
-  dtype, which is more exact than what it was made for, and slower.
+- Weights are quantized, activations are not (but those of packed weights, see below): an 8-bit model for
+  8-bit activations runs with the model's dtype, which is more exact than what it was made for, and slower.
 - q, k and v, or gate and up, are one product. Where they have different orders of inputs (`desc_act`), kinds
   or groups, or some are not quantized, they become numbers; as do an embedding and the experts of a mixture.
 - Which modules are quantized follows from the tensors that are there, not from lists in the config.
-- A product turns its codes into numbers block by block; kernels that multiply codes are not there yet, so
-  such a model takes less memory, not less time.
+- With `--kernels numba` integer codes of 4 and 8 bits are packed and multiplied as they are, as those of GGUF
+  files, where scales belong to a channel or to groups of a multiple of 32 inputs in their own order. 8-bit
+  codes with zeros, and 4-bit ones with zeros whose scales have more than 16 bits, are not.
+- Other products turn codes into numbers block by block: such a model takes less memory, not less time.
 
 Refused with a line that says so: bitsandbytes, hqq, aqlm, quanto, torchao and any method not listed; AWQ's
 `gemv` forms, Marlin's, 4-bit floats, sparse and rotated weights. Take a bfloat16 or GGUF form of the model,

@@ -5,24 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.engine import test_quantized_folder
+from tests.engine.tiny_folder import write_folder
 from tests.weights.blocks import WIDE, fill, write_wide
 from xjax.checkpoints.blocks import SPLITTERS
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.kernels.linear.forms import unpack
-from xjax.models.registry import load_config
 from xjax.state.packed import JoinedArray, PackedArray
-from xjax.state.quantized import is_quantized, to_float
-from xjax.weights.load import load_params
-from xjax.weights.packed import FORM_BY_TYPE
+from xjax.state.quantized import QuantizedArray, is_quantized, to_float
+from xjax.weights.convert import convert
+from xjax.weights.load import load_params, read_config
+from xjax.weights.packed import FORM_BY_TYPE, pack_codes
 
 pytestmark = pytest.mark.device
 
 
 def load(path, **options):
     checkpoint = open_checkpoint(path)
-    family, config = load_config(
-        checkpoint.kind, checkpoint.architecture, checkpoint.config, checkpoint.tensors
-    )
+    family, config = read_config(checkpoint)
     return load_params(checkpoint, family, config, dtype=jnp.dtype("float32"), **options)
 
 
@@ -115,3 +115,76 @@ def test_progress_counts_bytes_of_the_file(tmp_path, monkeypatch):
     path, seen = write_wide("llama_tied", tmp_path / "model.gguf"), []
     load(path, packs=True, progress=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
+
+
+def codes_of(kind, num_out, num_in, groups, seed=0, **changes):
+    """Random codes of a quantized folder, scales of 16 bits."""
+    rng = np.random.default_rng(seed)
+    width = num_in // 2 if kind == "int4" else num_in
+    codes = rng.integers(0, 256, (num_out, width), np.uint8)
+    scales = rng.uniform(0.5, 1.5, (num_out, groups)).astype(np.float16).astype(np.float32)
+    values = {
+        "codes": codes if kind == "int4" else codes.view(np.int8), "scales": scales,
+        "shape": (num_out, num_in), "kind": kind if groups == 1 else f"{kind}_{num_in // groups}",
+    }  # fmt: skip
+    return QuantizedArray(**(values | changes))
+
+
+def zeros_of(num_out, groups):
+    return np.random.default_rng(1).integers(-8, 8, (num_out, groups)).astype(np.int8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "has_zeros"),
+    [
+        ("int4", 8, False),
+        ("int4", 2, False),
+        ("int4", 8, True),
+        ("int4", 2, True),
+        ("int8", 8, False),
+        ("int8", 1, False),
+    ],
+)
+def test_codes_of_folders(kind, groups, has_zeros):
+    array = codes_of(kind, 37, 256, groups, zeros=zeros_of(37, groups) if has_zeros else None)
+    packed = pack_codes(array, jnp.dtype("float32"), np.empty)
+    assert isinstance(packed, PackedArray) and packed.form.has_minimum == has_zeros
+    assert packed.form.run == 256 // groups // 32
+    wanted = to_float(jax.tree.map(jnp.asarray, array), jnp.dtype("float32"))
+    np.testing.assert_array_equal(_numbers(packed), np.asarray(wanted))
+
+
+def test_codes_that_have_no_form_stay():
+    order = np.random.default_rng(0).permutation(256).astype(np.int32)
+    odd = np.full((37, 8), 0.1, np.float32)  # 24 bits: its products are rounded
+    for array in (
+        codes_of("int4", 37, 256, 16),
+        codes_of("int4", 37, 256, 8, order=order),
+        codes_of("int8", 37, 256, 8, zeros=zeros_of(37, 8)),
+        codes_of("int4", 37, 256, 8, zeros=zeros_of(37, 8), scales=odd),
+        codes_of("float8_e4m3fn", 37, 256, 8),
+    ):
+        assert pack_codes(array, jnp.dtype("float32"), np.empty) is array
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_a_quantized_folder(group, tmp_path, monkeypatch):
+    monkeypatch.setattr(test_quantized_folder, "GROUP", group)
+    path = test_quantized_folder.quantize_folder(write_folder(tmp_path), 4)
+    wanted = jax.tree.leaves(load(path), is_leaf=is_quantized)
+    found = jax.tree.leaves(load(path, packs=True), is_leaf=is_quantized)
+    coded = [(one, other) for one, other in zip(found, wanted, strict=True) if is_quantized(other)]
+    assert len(coded) == 8
+    for one, other in coded:
+        assert isinstance(one, PackedArray) == (group == 32)
+        np.testing.assert_array_equal(_numbers(one), _numbers(other))
+
+
+def test_a_converted_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(test_quantized_folder, "GROUP", 32)
+    source = test_quantized_folder.quantize_folder(write_folder(tmp_path / "source"), 4)
+    saved = convert(source, tmp_path / "saved")
+    wanted, found = load(source, packs=True), load(saved, packs=True)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

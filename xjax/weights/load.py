@@ -25,9 +25,9 @@ from xjax.models.family import Family
 from xjax.models.layers import Params
 from xjax.models.layout import whole_config
 from xjax.models.registry import load_config
-from xjax.state.quantized import is_quantized, spread
+from xjax.state.quantized import QuantizedArray, is_quantized, spread
 from xjax.weights.codes import read_codes
-from xjax.weights.packed import packed_parts
+from xjax.weights.packed import pack_codes, packed_parts
 from xjax.weights.plan import LeafPlan, Planner
 from xjax.weights.read import parts_of
 from xjax.weights.relay import lay_out, places_before
@@ -61,7 +61,7 @@ def load_params(
 
     sharding   None for the default device, one sharding or device, or a tree of them as
                `family.shardings` makes it
-    packs      keep GGUF blocks as the codes that they are, in packed matrices; for one device
+    packs      keep blocks of GGUF files, and codes of folders, in packed matrices; for one device
 
     Raises LoadError naming tensor, file, expected and found shape, when one is missing, of
     another shape or not part of the model.
@@ -77,7 +77,7 @@ def load_params(
             sharding=places_before(kept, specs, sharding),
             progress=progress,
         )
-        return lay_out(params, config, sharding)
+        return _pack(params, jnp.dtype(dtype), sharding) if packs else lay_out(params, config, sharding)
     found, tree = jax.tree_util.tree_flatten_with_path(specs)
     planner = Planner(checkpoint, family, config, packs=packs)
     plans = [planner.plan(path, spec) for path, spec in found]
@@ -92,6 +92,16 @@ def load_params(
         done += plan.num_bytes
         if progress is not None:
             progress(done, total)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _pack(params: Params, dtype: jnp.dtype, sharding: Any) -> Params:
+    """Pack the codes of a tree, one array after the other; the tree is not to be used any more."""
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_quantized)
+    del params
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, QuantizedArray):
+            leaves[i] = jax.device_put(pack_codes(leaf, dtype, _aligned), sharding)
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -131,8 +141,15 @@ def _read_ahead(plans: list[LeafPlan], dtype: jnp.dtype) -> Iterator[Any]:
 def _begin(plan: LeafPlan, dtype: jnp.dtype) -> tuple[Any, Iterable[Callable[[], Any]]]:
     """What a plan makes and the functions that fill it; None where the one function returns it."""
     if plan.is_codes:
-        return None, [partial(read_codes, plan, dtype, _aligned)]
+        return None, [partial(_read_codes, plan, dtype)]
     if plan.is_packed:
         return packed_parts(plan, dtype, _aligned)
     out = _aligned(plan.spec.shape, jnp.dtype(plan.spec.dtype or dtype))
     return out, parts_of(plan, out)
+
+
+def _read_codes(plan: LeafPlan, dtype: jnp.dtype) -> Any:
+    found = read_codes(plan, dtype, _aligned)
+    if plan.is_packed and isinstance(found, QuantizedArray):
+        return pack_codes(found, dtype, _aligned)
+    return found

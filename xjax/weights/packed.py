@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from xjax.checkpoints.checkpoint import TensorView
-from xjax.kernels.linear.forms import FORMS, OUTPUTS, Fields, Form, put
+from xjax.checkpoints.quantized.packing import unpack_nibbles
+from xjax.kernels.linear.forms import FORMS, OUTPUTS, UNIT, Fields, Form, int4, int8, put
 from xjax.state.packed import JoinedArray, PackedArray
+from xjax.state.quantized import QuantizedArray
 from xjax.weights.fuse import Array
 from xjax.weights.plan import LeafPlan
 from xjax.weights.read import PART, SLAB, Rows, read_part, targets_of
@@ -50,7 +52,7 @@ def packed_parts(
     for i, kind in enumerate(kinds):
         shape = (int(np.count_nonzero(piece_of == i)), plan.spec.shape[1])
         places = np.cumsum(piece_of == i) - 1  # row of the piece by row of the array
-        piece = _empty(kind, shape, dtype, allocate)
+        piece = _empty(None if kind is None else FORMS[kind], shape, dtype, allocate)
         pieces.append(piece)
         for view, name, target in zip(views, names, targets, strict=True):
             if name == kind:
@@ -60,10 +62,41 @@ def packed_parts(
     return JoinedArray(tuple(pieces), _turns(piece_of), plan.spec.shape), parts  # pyright: ignore
 
 
-def _empty(kind: str | None, shape: tuple[int, int], dtype: jnp.dtype, allocate: Allocate) -> Any:
-    if kind is None:
+def pack_codes(array: QuantizedArray, dtype: jnp.dtype, allocate: Allocate) -> QuantizedArray | PackedArray:
+    """Pack codes of 4 or 8 bits that have scales for whole units; others come back as they are.
+
+    array   of numpy parts
+
+    What it stands for stays the same to the bit: where zeros are to become minimums, only if the products
+    of these with scales are exact.
+    """
+    (num_out, num_in), groups, zeros = array.shape, array.scales.shape[1], array.zeros
+    is_int4, scales = array.kind.startswith("int4"), np.asarray(array.scales, np.float32)
+    fits = array.order is None and array.minimum is None and (is_int4 or array.kind.startswith("int8"))
+    if not fits or num_in % (groups * UNIT) or (zeros is not None and not (is_int4 and _are_short(scales))):
+        return array
+    run = num_in // groups // UNIT
+    form = int4(run, has_minimum=zeros is not None) if is_int4 else int8(run)
+    packed, codes = _empty(form, array.shape, dtype, allocate), np.asarray(array.codes)
+    step = max(OUTPUTS, SLAB // num_in // OUTPUTS * OUTPUTS)
+    for first in range(0, num_out, step):
+        rows = np.arange(first, min(first + step, num_out))
+        own, own_scales, minimums = codes[rows], scales[rows], None
+        own = unpack_nibbles(own) if is_int4 else own.view(np.uint8) ^ np.uint8(128)
+        if zeros is not None:
+            minimums = -(np.asarray(zeros)[rows].astype(np.float32) + np.float32(8)) * own_scales
+        put(form, Fields(own, own_scales, minimums), rows, packed.data)
+    return packed
+
+
+def _are_short(scales: Array) -> bool:
+    """Whether float32 holds every product with a whole number of five bits: so it is of 16-bit floats."""
+    return not (np.ascontiguousarray(scales).view(np.uint32) & np.uint32(31)).any()
+
+
+def _empty(form: Form | None, shape: tuple[int, int], dtype: jnp.dtype, allocate: Allocate) -> Any:
+    if form is None:
         return allocate(shape, dtype)
-    form = FORMS[kind]
     data = allocate(form.shape(*shape), np.dtype(np.uint8))
     if shape[0] % OUTPUTS:
         data[-1] = 0  # of the outputs that fill up the last block, scales are 0

@@ -33,7 +33,7 @@ class LeafPlan:
     """How one array is made: its spec, the tensors, and how they are put together.
 
     is_codes    whether all tensors are codes and may stay so
-    is_packed   whether tensors are blocks that shall stay the codes that they are
+    is_packed   whether codes shall be packed: blocks, or what `is_codes` where a form is there for it
     """
 
     spec: ParamSpec
@@ -92,6 +92,8 @@ class Planner:
         """Whether a field is made of blocks that can be taken apart; of a fused one some suffice."""
         if not self._packs or field not in _PRODUCTS | {"embed"}:
             return False
+        if all(isinstance(view, QuantizedView) for view in views):
+            return field in _PRODUCTS
         return any(view.dtype in SPLITTERS for view in views if isinstance(view, TensorView))
 
     def _find(self, name: str, shape: Sequence[int]) -> View:
