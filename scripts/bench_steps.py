@@ -20,9 +20,8 @@ from xjax.config import EngineOptions, cache_home
 from xjax.engine.build import Model, load_model, plan_engine, set_threads, with_defaults
 from xjax.engine.pack import shapes_of
 from xjax.engine.step import StepSpec
-from xjax.engine.warmup import ProgramCache, ProgramTable
+from xjax.engine.warmup import ProgramCache, ProgramTable, prepare_kernels
 from xjax.errors import EngineError
-from xjax.kernels import attention
 from xjax.state.batch import BatchShape, Packed
 from xjax.state.kv import allocate
 from xjax_server.bench.offline.worker import serve
@@ -42,7 +41,7 @@ class StepAlone:
             kernels=kernels,
         )  # fmt: skip
         options = with_defaults(options, device)
-        attention.prepare(options.kernels)
+        prepare_kernels(options.kernels)
         if isinstance(model, str):
             model = load_model(open_checkpoint(Path(model)), dtype="float32", kernels=options.kernels)
         self._model = model

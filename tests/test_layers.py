@@ -30,6 +30,7 @@ LATE_IMPORTS = {
     "xjax.kernels.linear.lookup": "imports numba",
     "xjax.kernels.linear.numba": "imports numba",
     "xjax.kernels.moe.numba": "imports numba",
+    "xjax.kernels.qkv.numba": "imports numba",
     "llguidance": "needed for constrained output only",
     "orbax": "seconds to import, and needed for converted checkpoints only",
     "torch": "not a dependency",

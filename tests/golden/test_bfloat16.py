@@ -15,7 +15,7 @@ from tests.golden.families import FAMILY_CASES
 from tests.golden.recipe import CASES, ROUNDED
 from tests.paged import PagedRows, run_alone
 from xjax.checkpoints.checkpoint import open_checkpoint
-from xjax.models import layers
+from xjax.kernels import norm
 from xjax.models.registry import load_config, supported
 from xjax.weights.load import load_params
 
@@ -79,8 +79,8 @@ def narrow_layer_norm(x, weight, bias, eps):
 
 @pytest.mark.parametrize("name", ["qwen3_tied", "gemma_soft_cap", "starcoder2_biases"])
 def test_norms_in_bfloat16_show(name, monkeypatch):
-    monkeypatch.setattr(layers, "rms_norm", narrow_rms)
-    monkeypatch.setattr(layers, "layer_norm", narrow_layer_norm)
+    monkeypatch.setattr(norm, "rms_norm", narrow_rms)
+    monkeypatch.setattr(norm, "layer_norm", narrow_layer_norm)
     jax.clear_caches()  # what was traced with the others
     try:
         assert moved(name) > 1.0

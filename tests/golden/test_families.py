@@ -17,7 +17,7 @@ from tests.golden.families import FAMILY_CASES, LOGITS, SHAPES
 from tests.golden.gguf_families import write_family
 from tests.paged import PagedRows, run_alone
 from xjax.checkpoints.checkpoint import open_checkpoint
-from xjax.models import layers
+from xjax.kernels import norm
 from xjax.models.experts import ExpertsParams
 from xjax.models.registry import load_config, supported
 from xjax.models.rope import Rope
@@ -339,10 +339,10 @@ def test_norming_each_head_is_not_norming_all():
 
 def test_subtracting_the_mean_shows(monkeypatch):
     def without_mean(x, weight, bias, eps):
-        return layers.rms_norm(x, weight, eps) + bias[None, :]
+        return norm.rms_norm(x, weight, eps) + bias[None, :]
 
     family, config, params = model("starcoder2_biases")
-    monkeypatch.setattr(layers, "layer_norm", without_mean)
+    monkeypatch.setattr(norm, "layer_norm", without_mean)
     # Another config, so that nothing traced before is used again.
     config = dataclasses.replace(config, norm_eps=config.norm_eps * (1 + 1e-12))
     assert error("starcoder2_biases", run_whole("starcoder2_biases", family, config, params)) > 0.01

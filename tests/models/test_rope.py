@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xjax.models.rope import Rope, angles, inverse_frequencies, rotate
+from xjax.kernels.qkv import rotate
+from xjax.models.rope import Rope, angles, inverse_frequencies
 from xjax.models.rope_settings import rope_from_hf
 
 LLAMA3 = {

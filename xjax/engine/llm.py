@@ -58,8 +58,8 @@ from xjax.engine.outputs import (
 )
 from xjax.engine.pack import largest_shapes, shapes_of
 from xjax.engine.step import StepSpec
+from xjax.engine.warmup import prepare_kernels
 from xjax.errors import CapacityError, LoadError, RequestError, XjaxError
-from xjax.kernels import attention
 from xjax.request import Request, SamplingParams
 from xjax.text.answer import Answer, Delta
 from xjax.text.front import Front
@@ -109,7 +109,7 @@ class LLM:
         device = jax.devices()[0]
         self.options = with_defaults(given, device)
         # Beside the weights, which take as long.
-        kernels = _start(partial(attention.prepare, self.options.kernels), "xjax-kernels")
+        kernels = _start(partial(prepare_kernels, self.options.kernels), "xjax-kernels")
         self._tokenizer, template = None, None
         if not skip_tokenizer_init:
             self._tokenizer = load_tokenizer(checkpoint, cache_dir=home)

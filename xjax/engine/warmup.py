@@ -29,7 +29,7 @@ from xjax.config import compiler_environment
 from xjax.engine.audit import audit_donation
 from xjax.engine.step import StepSpec, step
 from xjax.errors import EngineError, LoadError
-from xjax.kernels import attention, linear, moe
+from xjax.kernels import attention, linear, moe, qkv
 from xjax.state.batch import BatchShape, packed_length
 from xjax.state.mesh import replicated
 from xjax.state.packed import forms_in
@@ -339,10 +339,7 @@ class ProgramTable:
     def _make(self, shape: BatchShape) -> Program:
         began = time.perf_counter()
         # A saved program names functions that must be there by then.
-        attention.prepare(self._spec.backend)
-        if getattr(self._spec.config, "experts", None) is not None:
-            moe.prepare(self._spec.backend)
-        linear.prepare(self._spec.backend, forms_in(self._params))
+        prepare_kernels(self._spec.backend, self._spec.config, self._params)
         arguments = self._arguments(shape)
         key = hashlib.sha256(f"{self._fixed}|{shape}".encode()).hexdigest()
         if self._cache is not None:
@@ -390,6 +387,15 @@ class ProgramTable:
             max_temporary=self._max_temporary,
         )
         return compiled, _hit_watch.count() == hits
+
+
+def prepare_kernels(backend: str, config: Any = None, params: Any = None) -> None:
+    """Make known to XLA what programs of a backend call: of every model, and of one with config and weights."""
+    attention.prepare(backend)
+    qkv.prepare(backend)
+    linear.prepare(backend, forms_in(params))
+    if getattr(config, "experts", None) is not None:
+        moe.prepare(backend)
 
 
 class _HitWatch:

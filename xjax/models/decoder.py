@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from xjax.config import CacheSpec, PagedLayer, page_groups
 from xjax.errors import LoadError
 from xjax.kernels.activation import ACTIVATIONS
+from xjax.kernels.norm import norm
 from xjax.models import layers
 from xjax.models.experts import Experts, read_gguf_experts
 from xjax.models.layers import LayerConfig, LayerParts, Params
@@ -308,7 +309,7 @@ def forward(
         )
         kv.append(pages)
         outputs.append(x)
-    hidden = layers.norm(x, params.norm, params.norm_bias, config.norm_eps)
+    hidden = norm(x, params.norm, params.norm_bias, config.norm_eps)
     state = replace(state, kv=tuple(kv))
     return (hidden, state, tuple(outputs)) if trace else (hidden, state)
 

@@ -18,10 +18,10 @@ from flax import struct
 from jax.sharding import Mesh
 
 from xjax.errors import LoadError
-from xjax.kernels import attention, head, pages
+from xjax.kernels import attention, head, pages, qkv
 from xjax.kernels.activation import activate
+from xjax.kernels.norm import norm
 from xjax.models.experts import Experts, ExpertsParams, experts_specs, gate_shards, mix
-from xjax.models.rope import rotate
 from xjax.state.batch import NO_POSITION, Batch
 from xjax.state.kv import LayerKV
 from xjax.state.mesh import ParamSpec, joined, on_shards, whole
@@ -187,44 +187,6 @@ def paging_of(batch: Batch, group: int) -> Paging:
     )  # fmt: skip
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Divide by the root mean square of the last axis and multiply by a factor, in float32.
-
-    x        [..., E]  any floating dtype
-    weight   [E]       float32
-    returns  [..., E]  dtype of x
-    """
-    wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (scaled * weight.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
-
-
-def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """Subtract the mean of the last axis, divide by its deviation, multiply and add, in float32.
-
-    x              [..., E]  any floating dtype
-    weight, bias   [E]       float32
-    returns        [..., E]  dtype of x
-    """
-    wide = x.astype(jnp.float32)
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    last = (1,) * (x.ndim - 1) + weight.shape
-    return (scaled * weight.reshape(last) + bias.reshape(last)).astype(x.dtype)
-
-
-def norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
-    """Apply the norm that a weight and a bias belong to: none, RMS, or layer norm.
-
-    x              [..., E]  any floating dtype
-    weight, bias   [E]       float32, or None
-    returns        [..., E]  dtype of x
-    """
-    if weight is None:
-        return x
-    return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
-
-
 def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x if bias is None else x + bias[None, :]
 
@@ -255,21 +217,9 @@ def attention_half(
     wanted   [J]            int32 tokens whose result is wanted, None for all; every token is written
     returns  [N, E] or [J, E], and the pages, which are updated in place under donation
     """
-    num_kv, head_dim = config.num_kv_heads, config.head_dim
-    group = config.num_heads // num_kv
     normed = norm(x, params.norm, params.norm_bias, config.norm_eps)
     product = functools.partial(matmul, backend=paging.backend, mesh=paging.mesh)
-    qkv = _add_bias(product(normed, params.qkv), params.qkv_bias)
-    qkv = qkv.reshape(x.shape[0], num_kv, group + 2, head_dim)
-    q = qkv[:, :, :group].reshape(x.shape[0], config.num_heads, head_dim)
-    k, v = qkv[:, :, group], qkv[:, :, group + 1]
-    if params.q_norm is not None and params.k_norm is not None:
-        q, k = (
-            _norm_heads(part, weight, config) for part, weight in ((q, params.q_norm), (k, params.k_norm))
-        )
-    q, k = rotate(q, *rope), rotate(k, *rope)
-    write = functools.partial(pages.write, backend=paging.backend)
-    kv = LayerKV(*on_shards(write, paging.mesh, (1, 1, 1, 1, None))(kv.k, kv.v, k, v, paging.write))
+    q, kv = _place(params, kv, product(normed, params.qkv), paging, rope, config)
     if wanted is not None:
         x, q, paging = x[wanted], q[wanted], paging.only(wanted)
     attend = functools.partial(
@@ -283,11 +233,26 @@ def attention_half(
     return _add_residual(x, out, params.post_norm, config), kv
 
 
-def _norm_heads(x: jax.Array, weight: jax.Array, config: LayerConfig) -> jax.Array:
-    """Norm queries or keys [N, H, D], each head or all heads of a token together."""
-    if config.parts.qk_norm == "whole":
-        return rms_norm(x.reshape(x.shape[0], -1), weight, config.norm_eps).reshape(x.shape)
-    return rms_norm(x, weight, config.norm_eps)
+def _place(
+    params: AttentionParams,
+    kv: LayerKV,
+    fused: jax.Array,
+    paging: Paging,
+    rope: tuple[jax.Array, jax.Array],
+    config: LayerConfig,
+) -> tuple[jax.Array, LayerKV]:
+    """Make queries [N, H, D] of a product [N, U] and write its keys and values."""
+    norms = (params.q_norm, params.k_norm)
+    if paging.mesh is None:
+        q, k, v = qkv.place(
+            fused, params.qkv_bias, norms, rope, (kv.k, kv.v), paging.write,
+            eps=config.norm_eps, backend=paging.backend,
+        )  # fmt: skip
+        return q, LayerKV(k, v)
+    sizes = (config.num_kv_heads, config.head_dim)
+    q, k, v = qkv.split(fused, params.qkv_bias, norms, rope, *sizes, config.norm_eps)
+    write = functools.partial(pages.write, backend=paging.backend)
+    return q, LayerKV(*on_shards(write, paging.mesh, (1, 1, 1, 1, None))(kv.k, kv.v, k, v, paging.write))
 
 
 def feed_forward_half(

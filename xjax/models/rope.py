@@ -1,4 +1,4 @@
-"""Rotary position embedding: from a checkpoint's settings to angles, and the rotation itself.
+"""Rotary position embedding: from a checkpoint's settings to angles; turning is kernels.qkv's business.
 
 Each kind of scaling only changes the inverse frequencies, which are computed once on the host in
 float64. Two kinds have others for long contexts than for short ones: they go by the longest context
@@ -125,19 +125,3 @@ def angles(rope: Rope, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     # CPU compiler drops, every layer computes them again for every head.
     cos, sin = jax.lax.map(wave, jnp.array([False, True]))
     return (cos, sin) if rope.scale == 1.0 else (cos * rope.scale, sin * rope.scale)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn each pair of a head by its token's angle, in float32; dimensions behind the pairs stay.
-
-    x         [N, H, D]     any floating dtype
-    cos, sin  [N, d / 2]    float32; d <= D rotated dimensions
-    returns   [N, H, D]     dtype of x
-    """
-    half = cos.shape[-1]
-    first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < x.shape[-1]:
-        parts.append(x[..., 2 * half :].astype(jnp.float32))
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

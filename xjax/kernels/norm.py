@@ -1,0 +1,42 @@
+"""Norms of rows in JAX's own operations; computed in float32."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root mean square of the last axis and multiply by a factor.
+
+    x        [..., E]  any floating dtype
+    weight   [E]       float32
+    returns  [..., E]  dtype of x
+    """
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (scaled * weight.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Subtract the mean of the last axis, divide by its deviation, multiply and add.
+
+    x              [..., E]  any floating dtype
+    weight, bias   [E]       float32
+    returns        [..., E]  dtype of x
+    """
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    last = (1,) * (x.ndim - 1) + weight.shape
+    return (scaled * weight.reshape(last) + bias.reshape(last)).astype(x.dtype)
+
+
+def norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
+    """Apply the norm that a weight and a bias belong to: none, RMS, or layer norm.
+
+    x              [..., E]  any floating dtype
+    weight, bias   [E]       float32, or None
+    returns        [..., E]  dtype of x
+    """
+    if weight is None:
+        return x
+    return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
