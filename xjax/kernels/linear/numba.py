@@ -48,7 +48,7 @@ _ITEMS_EACH = 8  # items a worker, at least, where the weights allow it
 # Slots of a job's own data. An item function with _ROWS_EACH > 0 quantizes, else it multiplies.
 (
     _X, _W, _OUT, _PANELS, _LINE_AT, _NUM_ROWS, _NUM_OUT, _NUM_UNITS, _RUN, _PIECE, _RECORD, _HEIGHT, _LAST,
-    _NUM_PANELS, _NUM_BLOCKS, _BLOCKS_EACH, _PANELS_EACH, _PANEL_RUNS, _ROWS_EACH, _NUM_SLOTS,
+    _NUM_PANELS, _NUM_BLOCKS, _BLOCKS_EACH, _PANELS_EACH, _PANEL_RUNS, _ROWS_EACH, NUM_SLOTS,
 ) = range(20)  # fmt: skip
 
 _SCALES = ("f16", "f32", "nested")
@@ -78,7 +78,13 @@ def _item(job, index, worker):
         first = index * own(job, _ROWS_EACH)
         _quantize_rows(job, first, first + own(job, _ROWS_EACH))
     else:
-        _multiply(job, quotient(index, own(job, _PANEL_RUNS)), remainder(index, own(job, _PANEL_RUNS)))
+        multiply_item(job, index)
+
+
+@njit
+def multiply_item(job, index):
+    """One of the items of a product that `share` counts."""
+    _multiply(job, quotient(index, own(job, _PANEL_RUNS)), remainder(index, own(job, _PANEL_RUNS)))
 
 
 @njit
@@ -95,17 +101,27 @@ def _height(job, panel):
 @njit
 def _quantize_rows(job, first, stop):
     """Quantize rows first <= i < stop, and those that fill up the last panel: they repeat the last row."""
-    line, num_in = own(job, _LINE_AT), own(job, _NUM_UNITS) * UNIT
-    whole = (own(job, _NUM_PANELS) - 1) * own(job, _HEIGHT)
-    for row in range(first, smaller(stop, whole + own(job, _LAST))):
-        panel = quotient(row, own(job, _HEIGHT))
-        place = _panel_address(job, panel) + (row - panel * own(job, _HEIGHT)) * own(job, _PIECE)
-        source = own(job, _X) + 4 * smaller(row, own(job, _NUM_ROWS) - 1) * num_in
-        stride = _height(job, panel) * own(job, _PIECE)
-        call_five(
-            load_i64(line + 8 * _QUANTIZE), source, place, stride, own(job, _NUM_UNITS),
-            load_i64(line + 8 * _FACTOR),
-        )  # fmt: skip
+    num_in, num_rows = own(job, _NUM_UNITS) * UNIT, own(job, _NUM_ROWS)
+    for row in range(first, smaller(stop, padded_rows(job))):
+        quantize_row(job, row, own(job, _X) + 4 * smaller(row, num_rows - 1) * num_in)
+
+
+@njit
+def padded_rows(job):
+    """Rows of all panels: those of x, and repetitions of the last that fill up the last panel."""
+    return (own(job, _NUM_PANELS) - 1) * own(job, _HEIGHT) + own(job, _LAST)
+
+
+@njit
+def quantize_row(job, row, source):
+    """Quantize the numbers at `source` as one of the rows."""
+    line, panel = own(job, _LINE_AT), quotient(row, own(job, _HEIGHT))
+    place = _panel_address(job, panel) + (row - panel * own(job, _HEIGHT)) * own(job, _PIECE)
+    stride = _height(job, panel) * own(job, _PIECE)
+    call_five(
+        load_i64(line + 8 * _QUANTIZE), source, place, stride, own(job, _NUM_UNITS),
+        load_i64(line + 8 * _FACTOR),
+    )  # fmt: skip
 
 
 @njit
@@ -178,36 +194,52 @@ def _handler(frame):
     if ffi.rank(x) != 2 or ffi.rank(w) != 2 or ffi.rank(out) != 2 or ffi.rank(panels) != 1:
         return ffi.error(frame, ffi.INVALID_ARGUMENT, "linear_packed takes rows [N, In] and records [Nb, R]")
     layout = ffi.attribute(frame, 0)
-    line = line_address(load_i64(layout))
-    workers, run, piece = load_i64(layout + 8), load_i64(layout + 16), load_i64(layout + 24)
-    if load_i64(line + 8 * _FIRST_HEIGHT) == 0:
-        return ffi.error(frame, ffi.INVALID_ARGUMENT, "linear_packed has no code for this form: prepare it")
-    num_rows, num_out, num_units = ffi.dim(x, 0), ffi.dim(out, 1), quotient(ffi.dim(x, 1), UNIT)
-    num_blocks, num_runs = ffi.dim(w, 0), quotient(num_units, run)
-    record = record_bytes(line, num_units, num_runs)
-    if (
-        ffi.dim(x, 1) != num_runs * run * UNIT
-        or ffi.dim(w, 1) != record
-        or num_blocks != quotient(num_out + OUTPUTS - 1, OUTPUTS)
-        or ffi.dim(out, 0) != num_rows
-    ):
-        return ffi.error(frame, ffi.INVALID_ARGUMENT, "linear_packed's rows do not fit its records")
-    if num_rows == 0 or num_blocks == 0:
+    workers, num_rows = load_i64(layout + 8), ffi.dim(x, 0)
+    if num_rows == 0 or ffi.dim(w, 0) == 0:
         return 0
-    height = _fitting(line, num_rows)
-    num_panels = quotient(num_rows + height - 1, height)
-    last = _fitting(line, num_rows - (num_panels - 1) * height)
-    padded = (num_panels - 1) * height + last
-    if padded * num_units * piece > ffi.dim(panels, 0):
-        return ffi.error(frame, ffi.INVALID_ARGUMENT, "linear_packed's rows do not fit its panels")
-    job = ffi.make_job(0, workers, _NUM_SLOTS)
+    job = ffi.make_job(0, workers, NUM_SLOTS)
     if job == 0:
         return ffi.error(frame, ffi.RESOURCE_EXHAUSTED, "linear_packed has no memory for its task")
-    slots = job + DATA
-    store_i64(slots + 8 * _X, ffi.data(x))
+    panel_bytes = describe(job, w, num_rows, ffi.dim(x, 1), ffi.dim(out, 1), layout)
+    if panel_bytes < 0 or panel_bytes > ffi.dim(panels, 0) or ffi.dim(out, 0) != num_rows:
+        ffi.release(job)
+        return ffi.error(
+            frame,
+            ffi.INVALID_ARGUMENT,
+            "linear_packed's rows do not fit its records, or their form is not prepared",
+        )
+    place(job, ffi.data(x), ffi.data(out), ffi.data(panels))
+    padded = padded_rows(job)
+    if padded * ffi.dim(x, 1) <= _FEW_NUMBERS:
+        _quantize_rows(job, 0, padded)
+    else:
+        failed = _quantize_all(frame, job, padded, workers)
+        if failed:
+            ffi.release(job)
+            return ffi.error(frame, ffi.RESOURCE_EXHAUSTED, "linear_packed has no memory for its task")
+    store_i64(job + 24, share(job, workers))
+    _run(frame, job)
+    return 0
+
+
+@njit
+def describe(job, w, num_rows, num_in, num_out, layout):
+    """Put a product into a job's slots; returns the bytes of its panels, or -1 where something does not fit.
+
+    w        buffer of the records
+    layout   address of what `layout_of` gives
+    """
+    line, run, piece = line_address(load_i64(layout)), load_i64(layout + 16), load_i64(layout + 24)
+    num_units, slots = quotient(num_in, UNIT), job + DATA
+    num_runs, num_blocks = quotient(num_units, run), quotient(num_out + OUTPUTS - 1, OUTPUTS)
+    record = record_bytes(line, num_units, num_runs)
+    if load_i64(line + 8 * _FIRST_HEIGHT) == 0 or num_in != num_runs * run * UNIT:
+        return -1
+    if ffi.rank(w) != 2 or ffi.dim(w, 1) != record or ffi.dim(w, 0) != num_blocks:
+        return -1
+    height = _fitting(line, num_rows)
+    num_panels = quotient(num_rows + height - 1, height)
     store_i64(slots + 8 * _W, ffi.data(w))
-    store_i64(slots + 8 * _OUT, ffi.data(out))
-    store_i64(slots + 8 * _PANELS, ffi.data(panels))
     store_i64(slots + 8 * _LINE_AT, line)
     store_i64(slots + 8 * _NUM_ROWS, num_rows)
     store_i64(slots + 8 * _NUM_OUT, num_out)
@@ -216,30 +248,29 @@ def _handler(frame):
     store_i64(slots + 8 * _PIECE, piece)
     store_i64(slots + 8 * _RECORD, record)
     store_i64(slots + 8 * _HEIGHT, height)
-    store_i64(slots + 8 * _LAST, last)
+    store_i64(slots + 8 * _LAST, _fitting(line, num_rows - (num_panels - 1) * height))
     store_i64(slots + 8 * _NUM_PANELS, num_panels)
     store_i64(slots + 8 * _NUM_BLOCKS, num_blocks)
     store_i64(slots + 8 * _ROWS_EACH, 0)
-    if padded * num_units * UNIT <= _FEW_NUMBERS:
-        _quantize_rows(job, 0, padded)
-    else:
-        failed = _quantize_all(frame, job, padded, workers)
-        if failed:
-            ffi.release(job)
-            return ffi.error(frame, ffi.RESOURCE_EXHAUSTED, "linear_packed has no memory for its task")
-    _share(job, slots, record, workers)
-    _run(frame, job)
-    return 0
+    return padded_rows(job) * num_units * piece
+
+
+@njit
+def place(job, x, out, panels):
+    """Put a product's addresses into a job's slots."""
+    store_i64(job + DATA + 8 * _X, x)
+    store_i64(job + DATA + 8 * _OUT, out)
+    store_i64(job + DATA + 8 * _PANELS, panels)
 
 
 @njit
 def _quantize_all(frame, job, padded, workers):
     """Quantize rows with the pool's threads; whether memory was out."""
     each = larger_one(quotient(_FEW_NUMBERS, own(job, _NUM_UNITS) * UNIT))
-    first = ffi.make_job(quotient(padded + each - 1, each), workers, _NUM_SLOTS)
+    first = ffi.make_job(quotient(padded + each - 1, each), workers, NUM_SLOTS)
     if first == 0:
         return True
-    for i in range(_NUM_SLOTS):
+    for i in range(NUM_SLOTS):
         store_i64(first + DATA + 8 * i, own(job, i))
     store_i64(first + DATA + 8 * _ROWS_EACH, each)
     _run(frame, first)
@@ -253,9 +284,9 @@ def larger_one(value):
 
 
 @njit
-def _share(job, slots, record, workers):
-    """Cut a product into items: enough for all threads, each with enough to do."""
-    num_blocks, num_panels = own(job, _NUM_BLOCKS), own(job, _NUM_PANELS)
+def share(job, workers):
+    """Cut a product into items, enough for all threads, each with enough to do; returns how many."""
+    num_blocks, num_panels, record = own(job, _NUM_BLOCKS), own(job, _NUM_PANELS), own(job, _RECORD)
     bytes_each = quotient(num_blocks * record, _ITEMS_EACH * workers)
     bytes_each = smaller(ffi.larger(bytes_each, _LEAST_BYTES), _MOST_BYTES)
     blocks_each = larger_one(quotient(bytes_each, record))
@@ -263,10 +294,11 @@ def _share(job, slots, record, workers):
     panel_runs = quotient(_ITEMS_EACH * workers + block_runs - 1, block_runs)
     panels_each = larger_one(quotient(num_panels, panel_runs))
     panel_runs = quotient(num_panels + panels_each - 1, panels_each)
+    slots = job + DATA
     store_i64(slots + 8 * _BLOCKS_EACH, blocks_each)
     store_i64(slots + 8 * _PANELS_EACH, panels_each)
     store_i64(slots + 8 * _PANEL_RUNS, panel_runs)
-    store_i64(job + 24, block_runs * panel_runs)
+    return block_runs * panel_runs
 
 
 # ---- making it known --------------------------------------------------------------------
@@ -331,11 +363,18 @@ def linear_packed(
     returns  [N, Out]      dtype of x
     machine  one of micro.MACHINES; None: the best one here
     """
-    num_rows, num_in = x.shape
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-    piece = micro.piece_bytes(form)
-    layout = np.array([prepare(form, machine), workers, form.run, piece], np.int64)
-    # At most 3 rows fill up the last panel.
-    panels = jax.ShapeDtypeStruct(((num_rows + 3) * num_in // UNIT * piece,), jnp.uint8)
-    call: Any = jax.ffi.ffi_call(NAME, (jax.ShapeDtypeStruct((num_rows, num_out), jnp.float32), panels))
+    layout = layout_of(form, machine)
+    panels = jax.ShapeDtypeStruct((most_panel_bytes(form, *x.shape),), jnp.uint8)
+    call: Any = jax.ffi.ffi_call(NAME, (jax.ShapeDtypeStruct((x.shape[0], num_out), jnp.float32), panels))
     return call(x.astype(jnp.float32), data, layout=layout)[0].astype(x.dtype)
+
+
+def layout_of(form: Form, machine: str | None = None) -> np.ndarray:
+    """What a call is told of a form: its line in the table, most threads, units of a run, a piece's bytes."""
+    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    return np.array([prepare(form, machine), workers, form.run, micro.piece_bytes(form)], np.int64)
+
+
+def most_panel_bytes(form: Form, num_rows: int, num_in: int) -> int:
+    """Bytes of the panels of rows, of which at most 3 fill up the last one."""
+    return (num_rows + 3) * num_in // UNIT * micro.piece_bytes(form)
