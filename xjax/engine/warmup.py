@@ -390,7 +390,7 @@ class ProgramTable:
 
 
 def prepare_kernels(backend: str, config: Any = None, params: Any = None) -> None:
-    """Make known to XLA what programs of a backend call: of all models, and of one with config and weights."""
+    """Make known to XLA what programs of a backend call: for all models, or for these weights too."""
     attention.prepare(backend)
     qkv.prepare(backend)
     linear.prepare(backend, forms_in(params))
