@@ -12,6 +12,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -187,6 +188,13 @@ class FakeDevice:
         """Spoil the states of rows that nobody has, and host slots for states likewise."""
         self._queue.append(lambda: self.states.__setitem__(rows, POISON))
         self.host_states[slots] = POISON
+
+    def spoil(self, transfer: Transfer) -> bool:
+        """Leave in the slots of a save what one that fails may leave there."""
+        for group, slots in enumerate(transfer.slots):
+            self.poison_slots(group, slots.tolist())
+        self.host_states[transfer.states] = POISON
+        return False
 
     def save(self, transfer: Transfer) -> Callable[[], bool]:
         """Put a save into the queue; call what comes back to land its pages, if they can be had."""
@@ -448,8 +456,9 @@ class FakeLoop:
         for transfer in moves.saves:
             self.moved_pages += transfer.num_pages
             is_done = self.device.save(transfer)
-            self._report(transfer, lambda t, done=is_done: self.scheduler.swap.end_save(
-                t.serial, ok=done() and not self._broken_moves(t.serial)))  # fmt: skip
+            if self._broken_moves(transfer.serial):
+                is_done = partial(self.device.spoil, transfer)
+            self._report(transfer, lambda t, done=is_done: self.scheduler.swap.end_save(t.serial, ok=done()))
         self.num_moves += 1
         if moves.num_copies and self._broken_moves(COPIES + self.num_moves):
             self.scheduler.swap.fail_copies()

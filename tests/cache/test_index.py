@@ -185,6 +185,17 @@ def test_a_forgotten_page_in_the_middle_comes_back_with_those_after_it():
     small.index.check()
 
 
+def test_what_makes_room_for_a_page_may_be_all_that_followed_its_link():
+    small = Small(cap=2)
+    small.run("ab")
+    small.index.forget(small.match("a")[0])
+    small.run("x")
+    assert (len(small.index), small.known()) == (2, "abx")
+    small.run("a")
+    small.index.check()
+    assert (len(small.index), small.known()) == (2, "ax") and len(small.match("a")) == 1
+
+
 def test_other_tokens_salts_and_parents_with_the_same_key_never_match(monkeypatch):
     monkeypatch.setattr(
         KeyChain, "next", lambda self, parent, tokens, salt=b"": b"k" if parent is None else b"l"

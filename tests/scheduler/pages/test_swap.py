@@ -8,6 +8,7 @@ from tests.fakes import COPIES
 from tests.scheduler.pages.swapping import SIZE, Play, letters
 from tests.scheduler.traces import make_cache_trace, run_trace
 from xjax.request import FinishReason
+from xjax.scheduler.pages.prefix import NO_MATCH
 from xjax.scheduler.pages.swap import SwapBook
 from xjax.scheduler.roster import Roster
 from xjax.scheduler.sequence import Status
@@ -194,12 +195,27 @@ def test_an_end_in_any_state_leaves_nothing(state, way):
     assert all(host.num_free == host.num_usable for host in play.roster.book.hosts)
 
 
-def test_copies_that_fail_send_their_sequences_back():
-    play = Play(loop={"broken_moves": lambda serial: serial >= COPIES}, rows=6)
+@pytest.mark.parametrize("rows", [2, 6], ids=["one after the other", "at once"])
+def test_copies_that_fail_send_their_sequences_back(rows):
+    play = Play(loop={"broken_moves": lambda serial: serial >= COPIES}, rows=rows)
     name = play.submit(letters("xyz")[:-1], 6, n=3)
     play.run()
-    assert play.loop.num_failed_copies > 0 and play.counts["page_copies"] > 0
+    assert play.loop.num_failed_copies == 1 and play.counts["page_copies"] > 0  # nobody tries that again
     assert {event.sample_id for event in play.events[name]} == {0, 1, 2}
+
+
+def test_a_page_whose_copy_was_only_planned_is_not_saved():
+    play = Play(rows=2)
+    name = play.submit(letters("xyz")[:-1], 6, n=2)
+    play.until(lambda: play.roster.groups[name].shared is not None)
+    sample = play.roster.groups[name].sequences[1]
+    play.roster.admit(sample, 1.0, NO_MATCH)
+    assert sample.num_computed == 3 * SIZE - 2 and sample.cache.swapped is None
+    play.roster.preempt(sample, swap=True)
+    assert play.loop.scheduler.swap.take_moves() is None
+    assert sample.status is Status.WAITING and not sample.num_computed
+    play.run()
+    assert play.counts["swap_out_pages"] == 0
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 7), (5,)])
