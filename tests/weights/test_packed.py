@@ -10,6 +10,7 @@ from tests.engine.tiny_folder import write_folder
 from tests.weights.blocks import WIDE, fill, write_wide
 from xjax.checkpoints.blocks import SPLITTERS
 from xjax.checkpoints.checkpoint import open_checkpoint
+from xjax.checkpoints.tensor import MappedFile
 from xjax.kernels.linear.forms import unpack
 from xjax.state.packed import JoinedArray, PackedArray
 from xjax.state.quantized import QuantizedArray, is_quantized, to_float
@@ -188,3 +189,20 @@ def test_a_converted_model(tmp_path, monkeypatch):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_what_was_read_of_the_file_is_given_back(tmp_path, monkeypatch):
+    """In large pieces, and after the last of each was read."""
+    fill(monkeypatch, ["q4_k"])
+    path = write_wide("llama_tied", tmp_path / "model.gguf")
+    released, release = [], MappedFile.release
+
+    def record(self, start, count):
+        released.append((start, count))
+        release(self, start, count)
+
+    monkeypatch.setattr(MappedFile, "release", record)
+    load(path, packs=True)
+    for view in open_checkpoint(path).tensors.values():
+        if view.dtype == "q4_k":
+            assert (view.start, view.num_bytes) in released  # less than a part

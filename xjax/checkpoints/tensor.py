@@ -131,23 +131,28 @@ class TensorView:
         Safe in several threads at once. Raises LoadError for a type that has no decoder.
         """
         self._check_decodable()
-        size = num_bytes(self.dtype, out.shape)
-        start = self.start + first * num_bytes(self.dtype, (self.num_columns,))
-        assert start + size <= self.start + self.num_bytes, (first, out.shape, self.shape)
+        start, size = self._place_of(first, len(out))
         dequantize_into(self.mapped.data[start : start + size], self.dtype, out)
         self.mapped.release(start, size)
 
     def split_rows(self, first: int, count: int) -> BlockParts:
         """Take some rows of blocks apart, all axes but the last counted as one.
 
-        Safe in several threads at once. Only for types of `blocks.SPLITTERS`.
+        Safe in several threads at once. Only for types of `blocks.SPLITTERS`. Drops nothing from memory.
         """
+        start, size = self._place_of(first, count)
+        return split(self.mapped.data[start : start + size], self.dtype, self.num_columns)
+
+    def release_rows(self, first: int, count: int) -> None:
+        """Drop some rows from this process's memory, as `release` does; many at once, or others come back."""
+        self.mapped.release(*self._place_of(first, count))
+
+    def _place_of(self, first: int, count: int) -> tuple[int, int]:
+        """First byte in the file, and number, of the bytes of some rows."""
         size = num_bytes(self.dtype, (count, self.num_columns))
         start = self.start + first * num_bytes(self.dtype, (self.num_columns,))
         assert start + size <= self.start + self.num_bytes, (first, count, self.shape)
-        parts = split(self.mapped.data[start : start + size], self.dtype, self.num_columns)
-        self.mapped.release(start, size)
-        return parts
+        return start, size
 
     def release(self) -> None:
         """Drop its bytes from this process's memory; reading them again maps them again."""

@@ -122,6 +122,8 @@ def _pack_part(view: TensorView, first: int, target: Rows, form: Form, data: Any
         rows = target[start : start + step]
         fields = Fields(**vars(view.split_rows(first + start, len(rows))))
         put(form, fields, rows, data)
+    # Once: a system that maps pages around each that is read would bring back what was released before.
+    view.release_rows(first, len(target))
 
 
 def _turns(piece_of: Rows) -> tuple[tuple[int, int], ...]:
