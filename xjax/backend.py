@@ -98,7 +98,7 @@ MISS_REASONS = ("unknown", "short", "window", "whole", "state")
 def cache_stats(stats: Mapping[str, float]) -> dict[str, Any]:
     """What `Backend.stats` says of the prefix cache and of swapping; counts since the start, or of now.
 
-    hits, hit_tokens     prompts that began from kept pages, each counted once; tokens in those
+    hits, hit_tokens     prompts that began from kept pages, each counted once, whatever n; tokens in those
     host_hit_tokens      of these, tokens whose pages came from the host
     misses               those that found nothing, by reason: "unknown": no such tokens are kept;
                          "short": no more than a page; "window": pages matched, but those inside a window are

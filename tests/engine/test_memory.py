@@ -110,7 +110,12 @@ def test_a_model_without_pages():
     ("changes", "text"),
     [
         ({"available": 600 * MB}, "600 MB available, but weights take 100 MB, activations 50 MB"),
-        ({"num_pages": 10**6}, "--num-pages asks for 49,15"),
+        ({"num_pages": 10**6}, "--num-pages asks for 49,152 MB; free memory, lower --num-pages or"),
+        (
+            {"num_pages": 10**6, "host_fold": 1.5, "is_shared": True},
+            r"asks for 122,880 MB with those of the host \(--cpu-mem-fold 1.5\); free memory, lower "
+            "--cpu-mem-fold, --num-pages or",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_with_numbers(changes, text):

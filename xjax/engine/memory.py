@@ -145,8 +145,8 @@ def plan_memory(
             f"memory: {_mb(available)} available, but weights take {_mb(weights)}, activations "
             f"{_mb(activations)}, programs {_mb(programs)}, recurrent state {_mb(recurrent)}, and "
             f"{'--num-pages asks for' if num_pages else 'a page needs'} "
-            f"{_mb(_bytes(pages, page_bytes))}; free memory, lower --num-pages or --max-num-seqs, "
-            "or take a smaller model"
+            f"{_mb(_bytes(pages, page_bytes) * beside)}{_beside_text(beside)}; free memory, lower "
+            f"{'--cpu-mem-fold, ' * (beside > 1)}--num-pages or --max-num-seqs, or take a smaller model"
         )
     whole_tokens = [count * page_size for count in whole]
     return MemoryPlan(
@@ -191,6 +191,10 @@ def _steady(scale: float) -> float:
     return math.floor(scale / step) * step
 
 
+def _beside_text(beside: float) -> str:
+    return f" with those of the host (--cpu-mem-fold {beside - 1:g})" if beside > 1 else ""
+
+
 def _bytes(pages: tuple[int, ...], page_bytes: tuple[int, ...]) -> int:
     return sum(count * size for count, size in zip(pages, page_bytes, strict=True))
 
@@ -209,7 +213,7 @@ def _pages_of_sequence(window: int | None, length: int, page_size: int, chunk: i
     return pages if window is None else min(pages, -(-(window + chunk) // page_size) + 1)
 
 
-def _mb(size: int) -> str:
+def _mb(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 

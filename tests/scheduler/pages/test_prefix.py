@@ -71,6 +71,23 @@ def test_salts_are_strangers():
     assert found == [0, 0, 0, 8, 8, 8]
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("num_prompt", "reason"), [(1, "short"), (4, "short"), (12, "unknown")])
+def test_a_prompt_counts_once_whatever_n_is(n, num_prompt, reason):
+    """Also where its samples have nothing to share, or lose it while they wait for a row."""
+    play = Play(60, rows=1)
+    play.submit(letters("abc")[:num_prompt], 6, n=n)
+    play.until(lambda: play.roster._sharing or play.loop.is_idle)
+    play.roster.drop_shared()
+    play.run()
+    counted = {name: play.counts[name] for name in play.roster.prefix.counts if play.counts[name]}
+    assert counted == {f"prefix_misses_{reason}": 1}
+    play.submit(letters("abc"), 6, n=n)
+    play.run()
+    found = min(num_prompt // SIZE * SIZE, 8)
+    assert (play.counts["prefix_hits"], play.counts["prefix_hit_tokens"]) == (found > 0, found)
+
+
 def test_keys_that_collide_never_give_a_hit_that_is_none(monkeypatch):
     monkeypatch.setattr(KeyChain, "next", lambda self, parent, tokens, salt=b"": b"k")
     rng, play = np.random.default_rng(0), Play(40)

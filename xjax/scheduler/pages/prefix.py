@@ -7,7 +7,8 @@
     publish   full pages it has computed are there for others
 
 A step that failed takes back what it published. Hits are counted when a sequence is first admitted and
-its pages are on the device; what it finds of its own when it comes back is none.
+its pages are on the device; what it finds of its own when it comes back is none, and so is what further
+samples of a request find: a prompt counts once.
 """
 
 from collections.abc import Iterable
@@ -178,6 +179,8 @@ class PrefixCache:
     def _count_hit(self, sequence: Sequence, num_away: int) -> None:
         num_tokens = sequence.cache.num_matched * self._book.page_size
         sequence.cache.num_cached = num_tokens
+        if sequence.sample_id:
+            return
         self.counts["prefix_hits"] += 1
         self.counts["prefix_hit_tokens"] += num_tokens
         self.counts["prefix_host_hit_tokens"] += num_away * self._book.page_size
@@ -189,6 +192,8 @@ class PrefixCache:
             self._count_hit(sequence, 0)
             return
         sequence.cache.num_cached = 0
+        if sequence.sample_id:
+            return
         if sequence.num_tokens <= self._book.page_size:
             self.counts["prefix_misses_short"] += 1
         elif match is NO_MATCH:
