@@ -1,15 +1,18 @@
 """GGUF files whose matrices stay codes, through whole steps: near the numbers' logits, alike in any batch."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
-from tests.paged import PagedRows, run_alone
+from tests.paged import PagedRows, run_alone, run_step
 from tests.weights.blocks import fill, write_wide
 from xjax.checkpoints.checkpoint import open_checkpoint
 from xjax.config import EngineOptions
 from xjax.engine.build import load_model, plan_engine, widened_bytes, with_defaults
 from xjax.kernels.linear import PACKED_BACKENDS
+from xjax.state.batch import Packed
 from xjax.state.packed import JoinedArray, PackedArray
 from xjax.state.quantized import is_quantized
 
@@ -19,6 +22,8 @@ MIXTURES = {
     "llama_tied": ["q4_k", "q4_k", "q6_k"],
     "gemma_tied": ["q5_0", "q8_0", "q4_1", "q6_k"],
     "granite_biases": ["q5_1", "q4_0", "q5_k"],
+    "olmo2_gqa": ["q8_0", "q4_k", "q5_0"],
+    "starcoder2_biases": ["q4_1", "q6_k"],
 }
 
 
@@ -68,6 +73,23 @@ def test_bits_do_not_depend_on_the_batch(models):
     for i in range(16, 24):
         rows.step({0: int(IDS[i]), 1: int(others[0][i + 1]), 2: int(others[1][i])}, [])
     np.testing.assert_array_equal(np.stack(rows.logits[0]), alone)
+
+
+def test_a_layer_is_five_calls(models):
+    """And nothing beside them but what the step does once: embedding and head are calls of their own."""
+    rows, texts = rows_of(models[0], "numba"), []
+    vector = Packed(rows.shape).vector
+    for num_layers in (1, 2):
+        config = replace(rows.config, num_layers=num_layers, windows=rows.config.windows[:num_layers])
+        params = replace(rows.params, layers=rows.params.layers[:num_layers])
+        state = replace(rows.state, kv=rows.state.kv[:num_layers])
+        lowered = run_step.lower(
+            params, vector, state, family=rows.family, config=config, shape=rows.shape, backend="numba"
+        )
+        texts.append(lowered.compile().as_text())
+    calls, fusions = ([text.count(f" {kind}(") for text in texts] for kind in ("custom-call", "fusion"))
+    assert calls[1] - calls[0] == 5 and calls[0] == 7
+    assert fusions[1] - fusions[0] == 0
 
 
 def test_memory_plan_counts_codes(models):

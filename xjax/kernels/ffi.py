@@ -11,8 +11,9 @@ compiled, so what Numba keeps on disk is good for any process. Importing this im
                          6 - 13 for calls of XLA  14 ... what the item function reads
 
 The caller of `run` works too and could do all alone: it waits only for items that a helper has
-begun. A helper that starts late finds no item left and only lets go of the job, which whoever
-comes last frees; so two executions cannot wait for each other, however few threads there are.
+begun, and who has begun one waits for nothing. A helper that starts late finds no item left and only
+lets go of the job, which whoever comes last frees; so two executions cannot wait for each other,
+however few threads there are.
 """
 
 import ctypes
@@ -99,6 +100,31 @@ def load_shared(typing_context, address):
         return builder.load_atomic(pointer, "seq_cst", 8, typ=_I64)
 
     return types.int64(types.int64), generate
+
+
+@intrinsic
+def swap(typing_context, address, old, new):
+    """Replace an int64 in memory if it is what is thought, in one piece; whether it was."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.PointerType())
+        found = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _pause(typing_context):
+    """Leave what a core has to its other thread for a moment."""
+
+    def generate(context, builder, signature, arguments):
+        if llvm.get_process_triple().startswith("x86_64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def _binary(emit: Callable[[Any, ir.Value, ir.Value], ir.Value]) -> Any:
@@ -322,25 +348,30 @@ def _schedule(frame, job, task):
     return failed == 0
 
 
-def pool(name: str) -> Callable[[int, int], None]:
+def pool(name: str, *, stages: tuple[int, int] | None = None) -> Callable[[int, int], None]:
     """Make `run(frame, job)` for the item function (job, index, worker) of the target `name`.
+
+    stages   slots of the item function's own, the first and the one after the last, of which each says how
+             many items there are up to the end of a stage: those of a stage are begun when all before it are
+             done. None: it is all one
 
     Items are begun in order, each once, by whichever thread is free; `worker` is below the job's
     number of workers, and no two threads have the same. `run` returns when all are done, and the
     caller's reference to the job is gone.
     """
     item = external(name + _ITEM, 3)
+    take = _take_next if stages is None else _take_ready(*stages)
 
     @njit
     def work(job):
-        index = fetch_add(job + 8, 1)
-        if index >= slot(job, 3):
+        index = take(job)
+        if index < 0:
             return
         worker = fetch_add(job + 32, 1)
-        while index < slot(job, 3):
+        while index >= 0:
             item(job, index, worker)
             fetch_add(job + 16, 1)
-            index = fetch_add(job + 8, 1)
+            index = take(job)
 
     @njit
     def help_with(job):
@@ -358,14 +389,51 @@ def pool(name: str) -> Callable[[int, int], None]:
                 fetch_add(job, -1)
                 num_helpers = 0
         work(job)
-        spins = 0
-        while load_shared(job + 16) < num_items:
-            spins += 1
-            if spins > 2000:  # its thread has no processor: let it have this one
-                _yield()
+        _wait(job, num_items)
         release(job)
 
     return run
+
+
+@njit
+def _take_next(job):
+    """Begin the next item; -1 when there is none left."""
+    index = fetch_add(job + 8, 1)
+    return index if index < slot(job, 3) else -1
+
+
+def _take_ready(first: int, last: int) -> Any:
+    """Make the same for items in stages.
+
+    A thread that has to wait holds no item: so it is in nobody's way when it loses its processor.
+    """
+
+    @njit
+    def take(job):
+        index = load_shared(job + 8)
+        while index < slot(job, 3):
+            begin = 0
+            for stage in range(first, last):
+                if own(job, stage) <= index:
+                    begin = own(job, stage)
+            _wait(job, begin)
+            if swap(job + 8, index, index + 1):
+                return index
+            index = load_shared(job + 8)
+        return -1
+
+    return take
+
+
+@njit
+def _wait(job, count):
+    """Wait until so many items of a job are done."""
+    spins = 0
+    while load_shared(job + 16) < count:
+        spins += 1
+        _pause()
+        if spins > 1000:  # its thread has no processor: let it have this one
+            _yield()
 
 
 # ---- registration -----------------------------------------------------------------------

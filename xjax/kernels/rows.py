@@ -78,13 +78,26 @@ def _pointer(builder: Any, address: ir.Value, index: ir.Value, size: int = 4) ->
     return builder.inttoptr(place, ir.PointerType())
 
 
-def _read(builder: Any, address: ir.Value, index: ir.Value, mask: ir.Value, default: float = 0.0) -> ir.Value:
-    """Numbers of a row; the default where there is no row, or no more of it."""
-    is_there = _splat(builder, builder.icmp_unsigned("!=", address, _I64(0)), _MASK)
+def _read(builder: Any, address: ir.Value, index: ir.Value, mask: ir.Value) -> ir.Value:
+    """Numbers of a row; 0 where there is no more of it."""
     kind = ir.FunctionType(_FLOATS, [ir.PointerType(), _I32, _MASK, _FLOATS])
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{LANES}f32.p0")
-    arguments = [_pointer(builder, address, index), _I32(4), builder.and_(mask, is_there), _all(default)]
-    return builder.call(function, arguments)
+    return builder.call(function, [_pointer(builder, address, index), _I32(4), mask, _all(0.0)])
+
+
+class _Optional:
+    """A row that may be missing; another one's address stands in, since processors are slow to read at 0."""
+
+    def __init__(self, builder: Any, address: ir.Value, other: ir.Value, default: float = 0.0) -> None:
+        is_there = builder.icmp_unsigned("!=", address, _I64(0))
+        self._builder, self._default = builder, _all(default)
+        self._address = builder.select(is_there, address, other)
+        self._is_there = _splat(builder, is_there, _MASK)
+
+    def read(self, index: ir.Value, mask: ir.Value) -> ir.Value:
+        """Numbers of the row; the default where it is missing."""
+        value = _read(self._builder, self._address, index, mask)
+        return self._builder.select(self._is_there, value, self._default)
 
 
 def _write(builder: Any, value: ir.Value, address: ir.Value, index: ir.Value, mask: ir.Value) -> None:
@@ -181,9 +194,10 @@ def _kernel(kinds: str, emit: Callable[..., ir.Value | None], result: Any = type
 
 
 def _emit_total(builder: Any, source: ir.Value, bias: ir.Value, count: ir.Value) -> ir.Value:
+    biases = _Optional(builder, bias, source)
     loop = Loop(builder, count, LANES, [_all(0.0)])
     mask = _mask(builder, loop.index, count)
-    x = builder.fadd(_read(builder, source, loop.index, mask), _read(builder, bias, loop.index, mask))
+    x = builder.fadd(_read(builder, source, loop.index, mask), biases.read(loop.index, mask))
     return _across(builder, loop.close([builder.fadd(loop.values[0], x)])[0])
 
 
@@ -194,9 +208,10 @@ total = _kernel("iii", _emit_total, types.float32)
 def _emit_squares(
     builder: Any, source: ir.Value, bias: ir.Value, count: ir.Value, shift: ir.Value
 ) -> ir.Value:
+    biases = _Optional(builder, bias, source)
     loop = Loop(builder, count, LANES, [_all(0.0)])
     mask = _mask(builder, loop.index, count)
-    x = builder.fadd(_read(builder, source, loop.index, mask), _read(builder, bias, loop.index, mask))
+    x = builder.fadd(_read(builder, source, loop.index, mask), biases.read(loop.index, mask))
     x = builder.fsub(x, _splat(builder, shift))
     square = builder.select(mask, builder.fmul(x, x), _all(0.0))
     return _across(builder, loop.close([builder.fadd(loop.values[0], square)])[0])
@@ -232,11 +247,12 @@ def _turn(is_half: bool) -> Any:
         target: ir.Value,
         factor: ir.Value,
     ) -> None:
-        factors = _splat(builder, factor)
+        factors, biases = _splat(builder, factor), _Optional(builder, bias, source)
+        weights = _Optional(builder, weight, source, 1.0)
 
         def normed(index: ir.Value, mask: ir.Value) -> ir.Value:
-            x = builder.fadd(_read(builder, source, index, mask), _read(builder, bias, index, mask))
-            return builder.fmul(builder.fmul(x, factors), _read(builder, weight, index, mask, 1.0))
+            x = builder.fadd(_read(builder, source, index, mask), biases.read(index, mask))
+            return builder.fmul(builder.fmul(x, factors), weights.read(index, mask))
 
         with builder.if_then(builder.icmp_signed(">", half, _I64(0))):
             loop = Loop(builder, half, LANES)
@@ -275,11 +291,12 @@ def _emit_scale_row(
     factor: ir.Value,
 ) -> None:
     shift, factor = _splat(builder, shift), _splat(builder, factor)
+    weights, biases = _Optional(builder, weight, source, 1.0), _Optional(builder, bias, source)
     loop = Loop(builder, count, LANES)
     mask = _mask(builder, loop.index, count)
     x = builder.fmul(builder.fsub(_read(builder, source, loop.index, mask), shift), factor)
-    x = builder.fmul(x, _read(builder, weight, loop.index, mask, 1.0))
-    x = builder.fadd(x, _read(builder, bias, loop.index, mask))
+    x = builder.fmul(x, weights.read(loop.index, mask))
+    x = builder.fadd(x, biases.read(loop.index, mask))
     _write(builder, x, target, loop.index, mask)
     loop.close()
 
@@ -300,10 +317,11 @@ def _emit_add_row(
     scale: ir.Value,
 ) -> None:
     factor, scale = _splat(builder, factor), _splat(builder, scale)
+    biases, weights = _Optional(builder, bias, source), _Optional(builder, weight, source, 1.0)
     loop = Loop(builder, count, LANES)
     mask = _mask(builder, loop.index, count)
-    x = builder.fadd(_read(builder, source, loop.index, mask), _read(builder, bias, loop.index, mask))
-    x = builder.fmul(builder.fmul(x, factor), _read(builder, weight, loop.index, mask, 1.0))
+    x = builder.fadd(_read(builder, source, loop.index, mask), biases.read(loop.index, mask))
+    x = builder.fmul(builder.fmul(x, factor), weights.read(loop.index, mask))
     x = builder.fadd(builder.fmul(x, scale), _read(builder, residual, loop.index, mask))
     _write(builder, x, target, loop.index, mask)
     loop.close()
@@ -323,13 +341,14 @@ def _gate(kind: int) -> Any:
         target: ir.Value,
         count: ir.Value,
     ) -> None:
+        biases, others = _Optional(builder, gate_bias, gate), _Optional(builder, up, gate, 1.0)
         is_gated = builder.icmp_unsigned("!=", up, _I64(0))
+        other_biases = _Optional(builder, builder.select(is_gated, up_bias, _I64(0)), gate)
         loop = Loop(builder, count, LANES)
         mask = _mask(builder, loop.index, count)
-        x = builder.fadd(_read(builder, gate, loop.index, mask), _read(builder, gate_bias, loop.index, mask))
+        x = builder.fadd(_read(builder, gate, loop.index, mask), biases.read(loop.index, mask))
         x = _ACTIVATIONS[kind](builder, x)
-        other = builder.fadd(_read(builder, up, loop.index, mask), _read(builder, up_bias, loop.index, mask))
-        other = builder.select(_splat(builder, is_gated, _MASK), other, _all(1.0))
+        other = builder.fadd(others.read(loop.index, mask), other_biases.read(loop.index, mask))
         _write(builder, builder.fmul(x, other), target, loop.index, mask)
         loop.close()
 

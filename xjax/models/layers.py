@@ -18,9 +18,10 @@ from flax import struct
 from jax.sharding import Mesh
 
 from xjax.errors import LoadError
-from xjax.kernels import attention, head, pages, qkv
+from xjax.kernels import attention, chain, head, pages, qkv
 from xjax.kernels.activation import activate
 from xjax.kernels.norm import norm
+from xjax.models.chains import first_of, norm_of, second_of
 from xjax.models.experts import Experts, ExpertsParams, experts_specs, gate_shards, mix
 from xjax.state.batch import NO_POSITION, Batch
 from xjax.state.kv import LayerKV
@@ -217,9 +218,14 @@ def attention_half(
     wanted   [J]            int32 tokens whose result is wanted, None for all; every token is written
     returns  [N, E] or [J, E], and the pages, which are updated in place under donation
     """
-    normed = norm(x, params.norm, params.norm_bias, config.norm_eps)
     product = functools.partial(matmul, backend=paging.backend, mesh=paging.mesh)
-    q, kv = _place(params, kv, product(normed, params.qkv), paging, rope, config)
+    first = first_of(params.qkv, paging.backend)
+    if first is None:
+        fused = product(norm(x, params.norm, params.norm_bias, config.norm_eps), params.qkv)
+    else:
+        pre_norm = norm_of(params.norm, params.norm_bias)
+        fused = chain.run(x, pre_norm, first, eps=config.norm_eps, backend=paging.backend)
+    q, kv = _place(params, kv, fused, paging, rope, config)
     if wanted is not None:
         x, q, paging = x[wanted], q[wanted], paging.only(wanted)
     attend = functools.partial(
@@ -229,7 +235,11 @@ def attention_half(
     out = on_shards(attend, paging.mesh, (1, 1, 1, None, None, None))(
         q, kv.k, kv.v, paging.table, paging.row_of, paging.position
     )
-    out = _add_bias(product(out.reshape(x.shape[0], -1), params.o, split=1), params.o_bias)
+    out, first = out.reshape(x.shape[0], -1), first_of(params.o, paging.backend)
+    if first is not None:
+        finish = chain.Finish(x, params.o_bias, params.post_norm, config.residual_scale)
+        return chain.run(out, None, first, None, finish, eps=config.norm_eps, backend=paging.backend), kv
+    out = _add_bias(product(out, params.o, split=1), params.o_bias)
     return _add_residual(x, out, params.post_norm, config), kv
 
 
@@ -270,6 +280,15 @@ def feed_forward_half(
     is_real   [N]      bool; the others are padding
     returns   [N, E]
     """
+    if isinstance(params, FeedForwardParams):
+        first = first_of(params.gate_up, backend)
+        second = second_of(
+            params.down, params.gate_up_bias, activation=config.activation, is_gated=config.parts.is_gated
+        )
+        if first is not None and second is not None:
+            finish = chain.Finish(x, params.down_bias, params.post_norm, config.residual_scale)
+            pre_norm = norm_of(params.norm, params.norm_bias)
+            return chain.run(x, pre_norm, first, second, finish, eps=config.norm_eps, backend=backend)
     normed = norm(x, params.norm, params.norm_bias, config.norm_eps)
     if isinstance(params, ExpertsParams):
         assert config.experts is not None

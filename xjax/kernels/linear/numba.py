@@ -113,6 +113,18 @@ def padded_rows(job):
 
 
 @njit
+def weight_bytes(job):
+    """Bytes of the records."""
+    return own(job, _NUM_BLOCKS) * own(job, _RECORD)
+
+
+@njit
+def out_row(job, row):
+    """Address of a row of the result."""
+    return own(job, _OUT) + 4 * row * own(job, _NUM_OUT)
+
+
+@njit
 def quantize_row(job, row, source):
     """Quantize the numbers at `source` as one of the rows."""
     line, panel = own(job, _LINE_AT), quotient(row, own(job, _HEIGHT))
@@ -317,13 +329,18 @@ def _line(form: Form, machine: str) -> int:
     return index
 
 
+def lines() -> Any:
+    """The table in memory, which must be there when code that reads it is compiled."""
+    return native.table(_TABLE, _LINE * _NUM_LINES)
+
+
 def prepare(form: Form, machine: str | None = None) -> int:
     """Compile what a form needs or load it from the disk; returns its line in the table.
 
     machine   one of micro.MACHINES; None: the best one here
     """
     best = micro.supported()[0]
-    table = native.table(_TABLE, _LINE * _NUM_LINES)
+    table = lines()
     ffi.register(NAME, _handler, _item)
     machine = machine or best
     index = _line(form, machine)
