@@ -31,10 +31,15 @@ def _registered():
 
 def double(x, *, pause=0):
     """2 * x through the call of tests/kernels/doubling.py, each item spinning `pause` times."""
-    call = jax.ffi.ffi_call(
-        doubling.NAME, (jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32))
+    return call(doubling.NAME, x, pause=pause)
+
+
+def call(name, x, *, pause=0):
+    """The call of a name, which takes what that of doubling.py takes."""
+    made = jax.ffi.ffi_call(
+        name, (jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32))
     )
-    return call(x, pause=np.array([pause], np.int64))
+    return made(x, pause=np.array([pause], np.int64))
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
@@ -130,6 +135,34 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert counts[0] > 2
     assert counts[1] == 0
     assert list(tmp_path.rglob("*.nbc"))
+
+
+USE = """
+import sys, importlib
+import jax, jax.numpy as jnp, numpy as np
+from tests.kernels.test_ffi import call
+for name, factor in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
+    made = importlib.import_module(name)
+    made.register()
+    assert (np.asarray(jax.jit(lambda x: call(made.NAME, x))(jnp.ones(64))[0]) == factor).all(), name
+"""
+
+
+def test_what_other_processes_kept_goes_together(tmp_path):
+    """Two calls, each compiled in a process of its own: one that loads both must not take them for each other."""
+    source = Path(doubling.__file__).read_text(encoding="utf-8")
+    other = source.replace("xjax_test_doubling", "xjax_test_tripling").replace(
+        "value + value", "value + value + value"
+    )
+    (tmp_path / "tripling.py").write_text(other, encoding="utf-8")
+    path = f"{ROOT}{os.pathsep}{ROOT / 'server'}{os.pathsep}{tmp_path}"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": path}
+    one, two = ["tests.kernels.doubling", "2"], ["tripling", "3"]
+    for uses in (one, two, one + two, two + one):
+        result = subprocess.run(
+            [sys.executable, "-c", USE, *uses], capture_output=True, text=True, env=environment, cwd=ROOT
+        )
+        assert result.returncode == 0, (uses, result.stderr)
 
 
 def test_jobs_are_freed_by_whoever_comes_last():

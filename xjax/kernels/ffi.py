@@ -362,7 +362,13 @@ def pool(name: str, *, stages: tuple[int, int] | None = None) -> Callable[[int, 
     item = external(name + _ITEM, 3)
     take = _take_next if stages is None else _take_ready(*stages)
 
-    @njit
+    # Symbols are made of a function's name and a count, which starts anew in each process: what two processes
+    # kept must not be called alike.
+    def named(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = f"{function.__qualname__}.{name}"
+        return njit(function)
+
+    @named
     def work(job):
         index = take(job)
         if index < 0:
@@ -373,12 +379,12 @@ def pool(name: str, *, stages: tuple[int, int] | None = None) -> Callable[[int, 
             fetch_add(job + 16, 1)
             index = take(job)
 
-    @njit
+    @named
     def help_with(job):
         work(job)
         release(job)
 
-    @njit
+    @named
     def run(frame, job):
         num_items, task = slot(job, 3), _task_address(help_with)
         num_helpers = smaller(smaller(_num_threads(frame, job), slot(job, 5)), num_items) - 1
