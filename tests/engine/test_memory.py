@@ -123,6 +123,13 @@ def test_what_does_not_fit_is_said_with_numbers(changes, text):
         plan(**changes)
 
 
+@pytest.mark.parametrize("longest", [37, 100, 157, 2048])
+def test_pages_that_are_asked_for_are_as_many(longest):
+    for spec in (FULL, (PagedLayer(2, 64, window=12),)):
+        found = [plan(spec, num_pages=count, max_model_len=longest).num_pages for count in range(2, 200)]
+        assert found == [(count,) for count in range(2, 200)]
+
+
 @pytest.mark.device
 def test_a_context_above_the_models_is_refused():
     model = tiny_gemma()

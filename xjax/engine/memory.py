@@ -134,7 +134,9 @@ def plan_memory(
         scale = min(_steady(max(left, 0) * kv_fraction / sequence_bytes), max_num_seqs)
     else:
         scale = 0.0
-    pages = tuple(max(int(count * scale), 1 if num_pages is not None else 0) + 1 for count in need)
+    pages = tuple(int(count * scale) + 1 for count in need)
+    if num_pages is not None:  # in whole numbers: that of the largest group is what was asked for
+        pages = tuple(max(count * (num_pages - 1) // max(need), 1) + 1 for count in need)
     # Less than one longest sequence: window groups must still carry whatever the full group holds.
     whole = [count - 1 for group, count in zip(groups, pages, strict=True) if group.window is None]
     if whole and scale < 1:
