@@ -27,6 +27,7 @@ LATE_IMPORTS = {
     "llvmlite": "tenths of a second, and needed for Numba's kernels only",
     "numba": "half a second, and needed for its kernels only",
     "xjax.kernels.attention.numba": "imports numba",
+    "xjax.kernels.candidates.numba": "imports numba",
     "xjax.kernels.chain.numba": "imports numba",
     "xjax.kernels.linear.lookup": "imports numba",
     "xjax.kernels.linear.numba": "imports numba",

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from tests.sampling.reference import order_of
+from xjax.kernels.candidates.rows import first_best, top
 from xjax.sampling.candidates import from_logits
-from xjax.sampling.rows import first_best, top
 
 pytestmark = pytest.mark.device
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tests.sampling.reference import chi_square_p, distribution, make_sampled, order_of
+from xjax.kernels.candidates.rows import WIDTH, blocks
 from xjax.sampling import sample as sample_module
 from xjax.sampling import wide
 from xjax.sampling.candidates import NUM_CANDIDATES, from_logits
-from xjax.sampling.rows import WIDTH, blocks
 from xjax.sampling.sample import NO_TOKEN, NOT_FINITE, NOT_REACHED, choose, sample
 
 pytestmark = pytest.mark.device

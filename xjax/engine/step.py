@@ -83,7 +83,7 @@ def step(
     if shape.pooled_dim:
         pooled, hidden = _pool(hidden, batch, sampled.token), hidden[sampled.token]
     logits = spec.family.logits(params, spec.config, hidden, backend=spec.backend, mesh=spec.mesh)
-    choice = sample(logits, sampled, last_token=state.last_token, allowed=mask)
+    choice = sample(logits, sampled, last_token=state.last_token, allowed=mask, backend=spec.backend)
     state = replace(
         state,
         last_token=state.last_token.at[sampled.slot].set(choice.token),

@@ -5,6 +5,9 @@
     scale_row        (x - shift) * factor * weight + bias
     add_row          a result: (x + bias) * factor * weight * scale + residual
     gate_row         act(gate + bias) * (up + bias)
+    next_above, which_above   the 64 numbers at a time that hold one above a key, and which of them are
+    lane_maxima      largest keys of a row's lanes
+    exp_total        sum of exp2((x - best) * factor)
 
 Vectors have 16 lanes on every processor, ends are masked, products are rounded before they are added,
 and sums are taken lane by lane and then by halves: a row's bits depend on the row alone. Addresses are
@@ -357,3 +360,118 @@ def _gate(kind: int) -> Any:
 
 # gate_...(gate, gate bias, up, up bias, target, count > 0); no up: it is 1
 gate_silu, gate_gelu_tanh, gate_gelu = (_gate(kind) for kind in range(len(KINDS)))
+
+
+# ---- scores -----------------------------------------------------------------------------
+
+GROUP = 4 * LANES  # numbers that are looked at together: one bit each in an int64
+
+
+def _keys(builder: Any, x: ir.Value) -> ir.Value:
+    """Numbers as integers of their order: -0 just below 0, NaN as +inf."""
+    bits = builder.bitcast(x, _WORDS)
+    sign = builder.lshr(builder.ashr(bits, _all(31, _WORDS)), _all(1, _WORDS))
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.select(is_nan, _all(0x7F800000, _WORDS), builder.xor(bits, sign))
+
+
+def _above(
+    builder: Any, source: ir.Value, first: ir.Value, count: ir.Value, threshold: ir.Value
+) -> list[ir.Value]:
+    """Which lanes of a group's vectors hold a number of the row whose key is above the threshold."""
+    found, high = [], _splat(builder, builder.trunc(threshold, _I32), _WORDS)
+    for start in range(0, GROUP, LANES):
+        index = builder.add(first, _I64(start))
+        mask = _mask(builder, index, count)
+        keys = _keys(builder, _read(builder, source, index, mask))
+        found.append(builder.and_(builder.icmp_signed(">", keys, high), mask))
+    return found
+
+
+def _emit_next_above(
+    builder: Any, source: ir.Value, first: ir.Value, count: ir.Value, threshold: ir.Value
+) -> ir.Value:
+    before, look = builder.block, builder.append_basic_block("look")
+    following, after = builder.append_basic_block("following"), builder.append_basic_block("after")
+    builder.cbranch(builder.icmp_signed("<", first, count), look, after)
+    builder.position_at_end(look)
+    index = builder.phi(_I64)
+    index.add_incoming(first, before)
+    parts = _above(builder, source, index, count, threshold)
+    joined = builder.or_(builder.or_(parts[0], parts[1]), builder.or_(parts[2], parts[3]))
+    has_one = builder.icmp_unsigned("!=", builder.bitcast(joined, _I16), _I16(0))
+    here = builder.block
+    builder.cbranch(has_one, after, following)
+    builder.position_at_end(following)
+    step = builder.add(index, _I64(GROUP))
+    index.add_incoming(step, following)
+    builder.cbranch(builder.icmp_signed("<", step, count), look, after)
+    builder.position_at_end(after)
+    result = builder.phi(_I64)
+    for value, block in ((first, before), (index, here), (step, following)):
+        result.add_incoming(value, block)
+    return result
+
+
+# next_above(source, first, count, threshold): where the next group begins that has one; count or more: none.
+next_above = _kernel("iiii", _emit_next_above, types.int64)
+
+
+def _emit_which_above(
+    builder: Any, source: ir.Value, first: ir.Value, count: ir.Value, threshold: ir.Value
+) -> ir.Value:
+    bits = _I64(0)
+    for i, part in enumerate(_above(builder, source, first, count, threshold)):
+        wide = builder.zext(builder.bitcast(part, _I16), _I64)
+        bits = builder.or_(bits, builder.shl(wide, _I64(LANES * i)))
+    return bits
+
+
+# which_above(source, first, count, threshold): the numbers of that group, the lowest bit for its first.
+which_above = _kernel("iiii", _emit_which_above, types.int64)
+
+
+def _emit_lane_maxima(builder: Any, source: ir.Value, num_vectors: ir.Value, target: ir.Value) -> None:
+    loop = Loop(builder, num_vectors, 1, [_all(-(1 << 31), _WORDS)])
+    index = builder.mul(loop.index, _I64(LANES))
+    keys = _keys(builder, builder.load(_pointer(builder, source, index), typ=_FLOATS, align=4))
+    is_more = builder.icmp_signed(">", keys, loop.values[0])
+    found = loop.close([builder.select(is_more, keys, loop.values[0])])[0]
+    wide = builder.sext(found, ir.VectorType(_I64, LANES))
+    builder.store(wide, builder.inttoptr(target, ir.PointerType()), align=8)
+
+
+# lane_maxima(source, num_vectors > 0, target): the largest key of each lane, LANES int64.
+lane_maxima = _kernel("iii", _emit_lane_maxima)
+
+
+def _emit_lowest_bit(builder: Any, bits: ir.Value) -> ir.Value:
+    return builder.cttz(bits, ir.Constant(ir.IntType(1), 1))
+
+
+# lowest_bit(bits != 0): the index of the lowest bit that is set.
+lowest_bit = _kernel("i", _emit_lowest_bit, types.int64)
+
+
+def _emit_exp_total(
+    builder: Any, source: ir.Value, count: ir.Value, best: ir.Value, factor: ir.Value
+) -> ir.Value:
+    most = _all(3.4028234663852886e38)
+    bests, factors = _splat(builder, best), _splat(builder, factor)
+    loop = Loop(builder, count, GROUP, [_all(0.0)] * (GROUP // LANES))
+    sums = []
+    for i, total in enumerate(loop.values):
+        index = builder.add(loop.index, _I64(LANES * i))
+        mask = _mask(builder, index, count)
+        x = _read(builder, source, index, mask)
+        x = builder.select(builder.fcmp_ordered("<", x, most), x, most)
+        x = builder.fmul(builder.fsub(x, bests), factors)
+        is_seen = builder.and_(builder.fcmp_ordered(">=", x, _all(-126.0)), mask)
+        sums.append(builder.fadd(total, builder.select(is_seen, _exp2(builder, x), _all(0.0))))
+    a, b, c, d = loop.close(sums)
+    return _across(builder, builder.fadd(builder.fadd(a, b), builder.fadd(c, d)))
+
+
+# exp_total(source, count > 0, best, factor): the sum of exp2((x - best) * factor), where NaN and +inf are the
+# largest finite number and what is below 2**-126 is 0.
+exp_total = _kernel("iiff", _emit_exp_total, types.float32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from xjax.sampling.rows import WIDTH, blocks, for_rows, scale, take_row, top, total
+from xjax.kernels.candidates.rows import WIDTH, blocks, for_rows, scale, take_row, top, total
 from xjax.state.batch import Sampled
 
 NUM_TOP = 20

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from xjax.kernels.candidates.rows import for_rows, scale, take_row
 from xjax.sampling import logprobs, mask, penalties, wide
 from xjax.sampling.candidates import Candidates, from_logits
 from xjax.sampling.logprobs import Logprobs
 from xjax.sampling.noise import gumbel, row_keys
-from xjax.sampling.rows import for_rows, scale, take_row
 from xjax.sampling.wide import Limits
 from xjax.state.batch import Sampled
 
@@ -37,7 +37,12 @@ class Choice:
 
 
 def sample(
-    logits: jax.Array, sampled: Sampled, *, last_token: jax.Array, allowed: jax.Array | None = None
+    logits: jax.Array,
+    sampled: Sampled,
+    *,
+    last_token: jax.Array,
+    allowed: jax.Array | None = None,
+    backend: str = "xla",
 ) -> Choice:
     """Take a step's logits to tokens; the full body's work is there when `sampled` has its fields.
 
@@ -50,7 +55,7 @@ def sample(
     shaped = penalties.apply(logits, sampled, last_token) if is_full else logits
     if allowed is not None:
         shaped = mask.apply(shaped, allowed)
-    token, flags = choose(from_logits(shaped, sampled.temperature), sampled)
+    token, flags = choose(from_logits(shaped, sampled.temperature, backend=backend), sampled)
     report = logprobs.measure(logits, token, sampled) if is_full else None
     return Choice(token=token, flags=flags, logprobs=report)
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from xjax.kernels.candidates.rows import WIDTH, blocks, scale, total
 from xjax.sampling.noise import OF_BLOCKS, gumbel
-from xjax.sampling.rows import WIDTH, blocks, scale, total
 
 
 @struct.dataclass
