@@ -231,7 +231,7 @@ def api_page() -> str:
             own = _table(
                 head, _field_rows(body, SamplingFields if issubclass(body, SamplingFields) else BaseModel)
             )
-            text += f"## POST {path}\n\n{own}\n"
+            text += f"## POST {path}\n\n{own}\n" if body.model_fields else ""
     text += "### Parts\n\n"
     for shape in (Message, ContentPart, StreamOptions):
         text += f"`{shape.__name__}`: {(shape.__doc__ or '').strip()}\n\n"
@@ -358,7 +358,8 @@ together; weights and pages are never sent.
 
 - N must divide the query heads, and either divide the kv heads or be a multiple of them. Then each kv head,
   and its pages, are held N / kv heads times, each copy for its part of the query heads: Gemma 3 270M, one kv
-  head and four query heads, goes on 1, 2 or 4 devices. Another N is refused with those that would do.
+  head and four query heads, goes on 1, 2 or 4 devices; the default model, three and nine, on 1, 3 or 9.
+  Another N is refused with those that would do.
 - A feed-forward width or a vocabulary that N does not divide is held whole by every device. So are, of
   quantized matrices, inputs in an order of their own or in groups that N does not divide.
 - A converted model is laid out for N devices as it is read, whatever N; it is kept as for one.

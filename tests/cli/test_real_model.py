@@ -55,7 +55,7 @@ def test_answer_of_the_default_model(environment, kernels):
 def test_results_of_a_file(environment, tmp_path):
     lines = [
         {"prompt": "The capital of France is", "max_tokens": 8},
-        {"prompt": [504, 3575, 282, 4649, 314], "max_tokens": 8, "logprobs": 2},
+        {"prompt": [504, 3575, 282, 4649, 314], "max_tokens": 8, "logprobs": 2, "prompt_logprobs": 0},
         {"prompt": "x " * 1000},
         {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stop": " dance"},
     ]
@@ -71,6 +71,9 @@ def test_results_of_a_file(environment, tmp_path):
     logprobs = found[1]["outputs"][0]["logprobs"]
     assert logprobs[0]["7042"]["logprob"] == pytest.approx(-0.258062, abs=1e-3)
     assert len(logprobs) == 8
+    first, *others = found[1]["prompt_logprobs"]
+    assert first is None and [*others[0]] == ["3575"] and len(others) == 4
+    assert "prompt_logprobs" not in found[0]
     assert "256" in found[2]["error"]["message"]
     assert found[3]["outputs"][0]["text"] == SKY.removesuffix(" dance of light")
     assert found[3]["outputs"][0]["stop_reason"] == " dance"

@@ -12,7 +12,10 @@ from xjax_server.interrupts import ending_at_once
 
 def convert(
     model: Annotated[
-        str, typer.Argument(help="folder, file, user/repo, user/repo:Q4_K_M or user/repo/file.gguf")
+        str,
+        typer.Argument(
+            help="folder, file, user/repo, user/repo:Q4_K_M, user/repo/file.gguf or a name of `xjax models`"
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="folder to write, which is then a model like any other")],
     revision: Annotated[

@@ -52,4 +52,7 @@ def result_object(result: "xjax.RequestOutput") -> dict[str, Any]:
         "total_seconds": result.metrics.total_seconds,
         "tokens_per_second": result.metrics.tokens_per_second,
     }
-    return {"outputs": outputs, "usage": usage, "metrics": metrics}
+    found: dict[str, Any] = {"outputs": outputs, "usage": usage, "metrics": metrics}
+    if result.prompt_logprobs is not None:
+        found["prompt_logprobs"] = _plain(result.prompt_logprobs)
+    return found

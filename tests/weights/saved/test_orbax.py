@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import gguf
 import jax
@@ -69,6 +70,15 @@ def test_folder_comes_back_bit_for_bit(dtype, tmp_path):
     saved_config, saved = load(convert(source, tmp_path / "saved", dtype=dtype), dtype)
     assert saved_config == config
     assert_identical(saved, params)
+
+
+def test_a_path_that_begins_with_dots(tmp_path, monkeypatch):
+    source = write_folder(CASES["llama_tied"], tmp_path / "source")
+    _, params = load(source, "float32")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert(Path("../source"), Path("../saved"), dtype="float32")
+    assert_identical(load(Path("../saved"), "float32")[1], params)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

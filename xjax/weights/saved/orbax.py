@@ -265,7 +265,8 @@ def _restore_part(part: Mapping[str, jax.ShapeDtypeStruct], folder: Path) -> dic
     with _orbax(f"{folder}: cannot be read") as (orbax, checkpointer):
         items = dict(part)
         how = orbax.checkpoint_utils.construct_restore_args(items)
-        return checkpointer.restore(folder, args=orbax.args.PyTreeRestore(items, restore_args=how))
+        whole = folder.resolve()  # tensorstore takes no ".." at the beginning
+        return checkpointer.restore(whole, args=orbax.args.PyTreeRestore(items, restore_args=how))
 
 
 def _leaf(saved: SavedModel, arrays: Mapping[str, Any], name: str, where: str) -> Any:
