@@ -28,6 +28,7 @@ LATE_IMPORTS = {
     "numba": "half a second, and needed for its kernels only",
     "xjax.kernels.attention.numba": "imports numba",
     "xjax.kernels.candidates.numba": "imports numba",
+    "xjax.kernels.norm.numba": "imports numba",
     "xjax.kernels.chain.numba": "imports numba",
     "xjax.kernels.linear.lookup": "imports numba",
     "xjax.kernels.linear.numba": "imports numba",

@@ -29,7 +29,7 @@ from xjax.config import compiler_environment
 from xjax.engine.audit import audit_donation
 from xjax.engine.step import StepSpec, step
 from xjax.errors import EngineError, LoadError
-from xjax.kernels import attention, candidates, chain, linear, moe, qkv
+from xjax.kernels import attention, candidates, chain, linear, moe, norm, qkv
 from xjax.state.batch import BatchShape, packed_length
 from xjax.state.mesh import replicated
 from xjax.state.packed import forms_in
@@ -394,6 +394,7 @@ def prepare_kernels(backend: str, config: Any = None, params: Any = None) -> Non
     attention.prepare(backend)
     qkv.prepare(backend)
     candidates.prepare(backend)
+    norm.prepare(backend)
     forms = forms_in(params)
     linear.prepare(backend, forms)
     if forms:

@@ -309,7 +309,7 @@ def forward(
         )
         kv.append(pages)
         outputs.append(x)
-    hidden = norm(x, params.norm, params.norm_bias, config.norm_eps)
+    hidden = norm(x, params.norm, params.norm_bias, config.norm_eps, backend=batch.backend)
     state = replace(state, kv=tuple(kv))
     return (hidden, state, tuple(outputs)) if trace else (hidden, state)
 

@@ -193,9 +193,9 @@ def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _add_residual(
-    x: jax.Array, out: jax.Array, post_norm: jax.Array | None, config: LayerConfig
+    x: jax.Array, out: jax.Array, post_norm: jax.Array | None, config: LayerConfig, backend: str
 ) -> jax.Array:
-    out = norm(out, post_norm, None, config.norm_eps)
+    out = norm(out, post_norm, None, config.norm_eps, backend=backend)
     if config.residual_scale != 1.0:  # not rounded to a narrow dtype before it multiplies
         out = (out.astype(jnp.float32) * config.residual_scale).astype(out.dtype)
     return x + out
@@ -221,7 +221,8 @@ def attention_half(
     product = functools.partial(matmul, backend=paging.backend, mesh=paging.mesh)
     first = first_of(params.qkv, paging.backend)
     if first is None:
-        fused = product(norm(x, params.norm, params.norm_bias, config.norm_eps), params.qkv)
+        normed = norm(x, params.norm, params.norm_bias, config.norm_eps, backend=paging.backend)
+        fused = product(normed, params.qkv)
     else:
         pre_norm = norm_of(params.norm, params.norm_bias)
         fused = chain.run(x, pre_norm, first, eps=config.norm_eps, backend=paging.backend)
@@ -240,7 +241,7 @@ def attention_half(
         finish = chain.Finish(x, params.o_bias, params.post_norm, config.residual_scale)
         return chain.run(out, None, first, None, finish, eps=config.norm_eps, backend=paging.backend), kv
     out = _add_bias(product(out, params.o, split=1), params.o_bias)
-    return _add_residual(x, out, params.post_norm, config), kv
+    return _add_residual(x, out, params.post_norm, config, paging.backend), kv
 
 
 def _place(
@@ -289,14 +290,14 @@ def feed_forward_half(
             finish = chain.Finish(x, params.down_bias, params.post_norm, config.residual_scale)
             pre_norm = norm_of(params.norm, params.norm_bias)
             return chain.run(x, pre_norm, first, second, finish, eps=config.norm_eps, backend=backend)
-    normed = norm(x, params.norm, params.norm_bias, config.norm_eps)
+    normed = norm(x, params.norm, params.norm_bias, config.norm_eps, backend=backend)
     if isinstance(params, ExpertsParams):
         assert config.experts is not None
         out = mix(
             params, normed, is_real, experts=config.experts, activation=config.activation, backend=backend,
             mesh=mesh,
         )  # fmt: skip
-        return _add_residual(x, out, params.post_norm, config)
+        return _add_residual(x, out, params.post_norm, config, backend)
     product = functools.partial(matmul, backend=backend, mesh=mesh)
     inner = _add_bias(product(normed, params.gate_up), params.gate_up_bias)
     if config.parts.is_gated:
@@ -304,7 +305,7 @@ def feed_forward_half(
     else:
         inner = activate(inner, config.activation)
     out = _add_bias(product(inner, params.down, split=1), params.down_bias)
-    return _add_residual(x, out, params.post_norm, config)
+    return _add_residual(x, out, params.post_norm, config, backend)
 
 
 @functools.partial(jax.jit, static_argnames="config")

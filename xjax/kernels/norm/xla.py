@@ -28,15 +28,3 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> 
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     last = (1,) * (x.ndim - 1) + weight.shape
     return (scaled * weight.reshape(last) + bias.reshape(last)).astype(x.dtype)
-
-
-def norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
-    """Apply the norm that a weight and a bias belong to: none, RMS, or layer norm.
-
-    x              [..., E]  any floating dtype
-    weight, bias   [E]       float32, or None
-    returns        [..., E]  dtype of x
-    """
-    if weight is None:
-        return x
-    return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
