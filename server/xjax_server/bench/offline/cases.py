@@ -21,7 +21,7 @@ class Plan:
     rows: tuple[int, ...] = (1, 8, 16)
     prefill: tuple[int, ...] = (512,)
     context: int = 64
-    steps: int = 12
+    steps: int = 24
     threads: int = 2
     repeats: int = 5
     starts: int = 3

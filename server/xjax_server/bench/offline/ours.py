@@ -106,7 +106,7 @@ class OurEngine:
         return {"seconds": [times.at[0][0] - times.began]}
 
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
-        """`seconds` of each step in which every row decodes, and the `host_seconds` the engine counted."""
+        """`seconds` [1] of a step in which every row decodes, and the `host_seconds` the engine counted."""
         # One token begins the first step, and one step more is left out of the times.
         times = _Times(len(prompts), num_tokens + 2)
         self._start(prompts, times, DECODE_ROOM)
@@ -219,10 +219,13 @@ class _Times:
                 raise EngineError(error)
 
     def steps(self) -> list[float]:
-        """Seconds between tokens of the row that began last, while no row has ended.
+        """Seconds of a step, the mean over those in which all rows decode; nothing where there are none.
 
-        The first of them is left out: the engine is one step ahead, so that one may have had fewer rows.
+        Not the times between single tokens: the engine is a step ahead, so two of them may come at once and
+        the next late, and their median is no step's time. The first is left out, since it may have had
+        fewer rows.
         """
         last = max(self.at, key=lambda marks: marks[0])
         end = min(marks[-1] for marks in self.at)
-        return [b - a for a, b in itertools.pairwise(last) if b <= end][1:]
+        marks = [mark for mark in last if mark <= end][1:]
+        return [(marks[-1] - marks[0]) / (len(marks) - 1)] if len(marks) > 1 else []
