@@ -42,6 +42,7 @@ DATA = 14 * 8  # offset of an item function's own slots in a job
 
 _VERSION = 3 << 32  # 0.3: major in the low half, minor in the high one
 _ITEM = "_item"
+_MOST_WORKERS = 64
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _guard = threading.Lock()
 intrinsic: Any = _untyped_intrinsic  # what it makes is called without its first parameter
@@ -440,6 +441,11 @@ def _wait(job, count):
         _pause()
         if spins > 1000:  # its thread has no processor: let it have this one
             _yield()
+
+
+def num_workers() -> int:
+    """Threads that a call counts on, at most; what a worker has of its own is made for as many."""
+    return min(os.cpu_count() or 1, _MOST_WORKERS)
 
 
 # ---- registration -----------------------------------------------------------------------

@@ -9,8 +9,6 @@ is the same to the bit in any batch, tile or chunk: blocks that it does not see 
 keys between the first and the last position that a panel sees are read. Importing this imports Numba.
 """
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +38,6 @@ _MANY_WORKERS = 5  # from here on few
 _PANEL_BYTES = 4 * WIDTH
 _LOG2E = 1.4426950408889634
 _UNSEEN = -1e30  # as in `xla`
-_MOST_WORKERS = 64
 
 # Slots of a job's own data: addresses of arrays, then their dimensions, then `_layout`.
 (
@@ -423,7 +420,7 @@ def attend(
     if k.dtype not in (jnp.float32, jnp.uint16):
         return xla.attend(q, k, v, table, row_of, position, **static)
     register()
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = ffi.num_workers()
     layout = _layout(num_decode, tile, window, q.shape[1] // k.shape[1], q.shape[2], workers)
     call = jax.ffi.ffi_call(
         NAME,

@@ -10,7 +10,6 @@ largest is the first. Knows no order of draws. Importing this imports Numba.
 """
 
 import math
-import os
 from typing import Any
 
 import jax
@@ -41,7 +40,6 @@ from xjax.kernels.rows import GROUP, LANES, exp_total, lane_maxima, lowest_bit, 
 NAME = "xjax_candidates"
 PART = 1 << 15  # tokens of an item: they stay in the second cache from the first pass to the next
 _BLOCK = 1 << 10  # of these float32 is enough to sum; small weights get lost in longer sums
-_MOST_WORKERS = 64
 _LAST = (1 << 32) - 1
 _LEAST = -(1 << 31)  # below every key
 _INFINITE, _LARGEST, _LOG2E = 0x7F800000, np.float32(3.4028234663852886e38), 1.4426950408889634
@@ -321,5 +319,5 @@ def pick(logits: jax.Array, temperature: jax.Array, num: int) -> tuple[jax.Array
         jax.ShapeDtypeStruct((2 * words,), jnp.int32),
     )
     call: Any = jax.ffi.ffi_call(NAME, results)
-    layout = np.array([min(os.cpu_count() or 1, _MOST_WORKERS)], np.int64)
+    layout = np.array([ffi.num_workers()], np.int64)
     return call(logits, temperature, layout=layout)[:3]

@@ -10,7 +10,6 @@ Items of all stages are numbered through, so that threads are called once. The p
 each with a view of its own into the job. Importing this imports Numba.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from xjax.kernels.chain import xla
 from xjax.kernels.chain.parts import Finish, First, Norm, Second
 from xjax.kernels.ffi import DATA, larger, load_f32, load_i64, own, quotient, smaller, store_i64
 from xjax.kernels.linear import numba as product
+from xjax.kernels.norm.numba import norm_row
 from xjax.kernels.rows import (
     KINDS,
     add_row,
@@ -33,12 +33,10 @@ from xjax.kernels.rows import (
     inverse_root,
     scale_row,
     squares,
-    total,
 )
 
 NAME = "xjax_chain"
 MOST_PIECES = 4  # of the first product
-_MOST_WORKERS = 64
 _LEAST_NUMBERS = 2048  # of an item of rows, about
 _HELP_BYTES = 384 << 10  # of weights, for which another thread is called: that costs some microseconds
 _NUM_STAGES = 5
@@ -96,19 +94,10 @@ def _take_rows(job, scratch, first):
     for row in range(first, stop):
         source = own(job, _X) + 4 * smaller(row, own(job, _ROWS) - 1) * num_in
         if weight != 0:
-            _norm_row(job, source, scratch, num_in)
+            norm_row(source, weight, own(job, _NORM_BIAS), scratch, num_in, load_f32(own(job, _FACTORS)))
             source = scratch
         for piece in range(own(job, _NUM_FIRST)):
             product.quantize_row(_view(job, piece), row, source)
-
-
-@njit
-def _norm_row(job, source, target, count):
-    bias, mean = own(job, _NORM_BIAS), np.float32(0)
-    if bias != 0:
-        mean = total(source, 0, count) / np.float32(count)
-    factor = inverse_root(squares(source, 0, count, mean), count, load_f32(own(job, _FACTORS)))
-    scale_row(source, own(job, _NORM), bias, target, count, mean, factor)
 
 
 @njit
@@ -377,7 +366,7 @@ def _layout(
 ) -> tuple[np.ndarray, int]:
     """What a call is told beside its arrays, and how many bytes of scratch it takes."""
     (num_rows, num_in), is_joined = shape, len(first.pieces) > 1
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = ffi.num_workers()
     hidden = 0 if second is None else first.num_out // (2 if second.is_gated else 1)
     widest = max(num_in, hidden, first.num_out if is_joined and second is None and has_finish else 0)
     worker_bytes = -(-4 * widest // 64) * 64

@@ -4,7 +4,6 @@ What one output's weights are made with is `micro.expand`, found in the table of
 no tokens: ids that no output has are taken for the nearest that has. Importing this imports Numba.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from xjax.kernels.linear.forms import OUTPUTS, UNIT, Form
 from xjax.kernels.linear.numba import EXPAND, call_five, line_address, prepare, record_bytes
 
 NAME = "xjax_rows_packed"
-_MOST_WORKERS = 64
 _NUMBERS_EACH = 1 << 15  # of an item
 
 _IDS, _W, _OUT, _FUNCTION, _NUM_ROWS, _NUM_OUT, _NUM_RUNS, _RUN, _RECORD, _ROWS_EACH, _NUM_SLOTS = range(11)
@@ -106,7 +104,7 @@ def rows_packed(
     data      [Nb, record]  uint8
     returns   [N, In]       `dtype`, rounded from the float32 of `forms.unpack`
     """
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = ffi.num_workers()
     layout = np.array([register(form, machine), workers, form.run, 0], np.int64)
     shape = jax.ShapeDtypeStruct((token_id.shape[0], num_in), jnp.float32)
     call: Any = jax.ffi.ffi_call(NAME, shape)

@@ -13,7 +13,6 @@ line for each form, filled before the first call. A compiled program names the l
 Importing this imports Numba.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -40,7 +39,6 @@ NAME = "xjax_linear_packed"
 _TABLE = NAME + "_table"
 _LINE = 16  # slots
 _FACTOR, _HEADER, _UNIT_BYTES, _QUANTIZE, EXPAND, _FIRST_HEIGHT = range(6)
-_MOST_WORKERS = 64
 _FEW_NUMBERS = 1 << 15  # of x, which the caller quantizes alone
 _LEAST_BYTES, _MOST_BYTES = 48 << 10, 256 << 10  # weights of an item; the most stay in a core's second cache
 _ITEMS_EACH = 8  # items a worker, at least, where the weights allow it
@@ -278,7 +276,7 @@ def place(job, x, out, panels):
 @njit
 def _quantize_all(frame, job, padded, workers):
     """Quantize rows with the pool's threads; whether memory was out."""
-    each = larger_one(quotient(_FEW_NUMBERS, own(job, _NUM_UNITS) * UNIT))
+    each = ffi.larger(quotient(_FEW_NUMBERS, own(job, _NUM_UNITS) * UNIT), 1)
     first = ffi.make_job(quotient(padded + each - 1, each), workers, NUM_SLOTS)
     if first == 0:
         return True
@@ -290,21 +288,15 @@ def _quantize_all(frame, job, padded, workers):
 
 
 @njit
-def larger_one(value):
-    """The value, but at least 1."""
-    return ffi.larger(value, 1)
-
-
-@njit
 def share(job, workers):
     """Cut a product into items, enough for all threads, each with enough to do; returns how many."""
     num_blocks, num_panels, record = own(job, _NUM_BLOCKS), own(job, _NUM_PANELS), own(job, _RECORD)
     bytes_each = quotient(num_blocks * record, _ITEMS_EACH * workers)
     bytes_each = smaller(ffi.larger(bytes_each, _LEAST_BYTES), _MOST_BYTES)
-    blocks_each = larger_one(quotient(bytes_each, record))
+    blocks_each = ffi.larger(quotient(bytes_each, record), 1)
     block_runs = quotient(num_blocks + blocks_each - 1, blocks_each)
     panel_runs = quotient(_ITEMS_EACH * workers + block_runs - 1, block_runs)
-    panels_each = larger_one(quotient(num_panels, panel_runs))
+    panels_each = ffi.larger(quotient(num_panels, panel_runs), 1)
     panel_runs = quotient(num_panels + panels_each - 1, panels_each)
     slots = job + DATA
     store_i64(slots + 8 * _BLOCKS_EACH, blocks_each)
@@ -388,7 +380,7 @@ def linear_packed(
 
 def layout_of(form: Form, machine: str | None = None) -> np.ndarray:
     """What a call is told of a form: its line in the table, most threads, units of a run, a piece's bytes."""
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = ffi.num_workers()
     return np.array([prepare(form, machine), workers, form.run, micro.piece_bytes(form)], np.int64)
 
 

@@ -9,7 +9,6 @@ over experts in the order of their numbers, so a token's result is the same to t
 in the batch. Importing this imports Numba.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -37,7 +36,6 @@ from xjax.kernels.moe import xla
 NAME = "xjax_moe"
 _FEW_PAIRS = 64
 _FEW_BLOCK, _MANY_BLOCK = 16, 32  # outputs of an item; multiples of DOT_WIDTH; measured
-_MOST_WORKERS = 64
 _SCRATCH = 40  # slots of a worker: addresses of rows, columns, targets; factors; sums
 
 # Slots of a job's own data: addresses, then dimensions, then addresses of what lies behind the slots.
@@ -305,7 +303,7 @@ def moe(
 
 
 def _call(x: jax.Array, ids: jax.Array, w: jax.Array, *factors: jax.Array, rows: int) -> jax.Array:
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = ffi.num_workers()
     block = _FEW_BLOCK if ids.shape[0] <= _FEW_PAIRS else _MANY_BLOCK
     call: Any = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct((rows, w.shape[1]), jnp.float32))
     return call(x, ids, w, *factors, layout=np.array([block, workers], np.int64))

@@ -1,6 +1,5 @@
 """Norms of rows as an FFI call; what is done to a row is `kernels.rows`. Importing this imports Numba."""
 
-import os
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from xjax.kernels.ffi import DATA, load_f32, own, quotient, smaller, store_i64
 from xjax.kernels.rows import inverse_root, scale_row, squares, total
 
 NAME = "xjax_norm"
-_MOST_WORKERS = 64
 _NUMBERS_EACH = 1 << 14  # of an item
 
 _X, _WEIGHT, _BIAS, _OUT, _EPS, _NUM_ROWS, _COUNT, _ROWS_EACH, _NUM_SLOTS = range(9)
@@ -21,19 +19,21 @@ _X, _WEIGHT, _BIAS, _OUT, _EPS, _NUM_ROWS, _COUNT, _ROWS_EACH, _NUM_SLOTS = rang
 
 def _item(job, index, worker):
     """Norm some rows."""
-    first = index * own(job, _ROWS_EACH)
-    row_bytes = 4 * own(job, _COUNT)
+    first, weight, bias = index * own(job, _ROWS_EACH), own(job, _WEIGHT), own(job, _BIAS)
+    count, eps = own(job, _COUNT), load_f32(own(job, _EPS))
     for row in range(first, smaller(first + own(job, _ROWS_EACH), own(job, _NUM_ROWS))):
-        _norm_row(job, own(job, _X) + row * row_bytes, own(job, _OUT) + row * row_bytes)
+        place = 4 * row * count
+        norm_row(own(job, _X) + place, weight, bias, own(job, _OUT) + place, count, eps)
 
 
 @njit
-def _norm_row(job, source, target):
-    count, bias, mean = own(job, _COUNT), own(job, _BIAS), np.float32(0)
+def norm_row(source, weight, bias, target, count, eps):
+    """Norm `count` float32 at an address; a bias, where there is one, makes it a layer norm."""
+    mean = np.float32(0)
     if bias != 0:
         mean = total(source, 0, count) / np.float32(count)
-    factor = inverse_root(squares(source, 0, count, mean), count, load_f32(own(job, _EPS)))
-    scale_row(source, own(job, _WEIGHT), bias, target, count, mean, factor)
+    factor = inverse_root(squares(source, 0, count, mean), count, eps)
+    scale_row(source, weight, bias, target, count, mean, factor)
 
 
 _run = ffi.pool(NAME)
@@ -90,7 +90,7 @@ def norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float) ->
     returns        [N, E]  dtype of x
     """
     register()
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = ffi.num_workers()
     call: Any = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(x.shape, jnp.float32))
     biases = jnp.zeros(0, jnp.float32) if bias is None else bias
     out = call(

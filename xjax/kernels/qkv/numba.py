@@ -7,7 +7,6 @@ A token's bits depend on its own numbers alone. What a target outside the pages 
 Importing this imports Numba.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ from xjax.kernels.qkv import xla
 from xjax.kernels.rows import inverse_root, squares, turn, turn_half
 
 NAME = "xjax_qkv"
-_MOST_WORKERS = 64
 _FEW_NUMBERS = 1 << 15  # of the product: an item, and what the caller does alone
 
 # Slots of a job's own data: addresses in the order of operands, then of results, then dimensions.
@@ -225,7 +223,7 @@ def place(
     num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
     q_norm, k_norm = norms if None not in norms else (None, None)
     is_whole = q_norm is not None and q_norm.shape[0] != dim
-    layout = np.array([min(os.cpu_count() or 1, _MOST_WORKERS), is_whole, 0], np.int64)
+    layout = np.array([ffi.num_workers(), is_whole, 0], np.int64)
     results = (
         jax.ShapeDtypeStruct((qkv.shape[0], num_heads, dim), jnp.float32),
         *(jax.ShapeDtypeStruct(page.shape, page.dtype) for page in pages),
