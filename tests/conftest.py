@@ -5,6 +5,7 @@ of the host tower never load it and programs that a test starts run under the sa
 """
 
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -35,6 +36,12 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "compiled"))
 os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".cache" / "numba"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let an interpreter without pytest-timeout run the tests that need no more than the sources."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds of a test, which nobody watches here")
 
 
 # A process may have 65,530 mappings on Linux, and each compiled program takes some; past that the compiler

@@ -5,10 +5,11 @@ A trace is a function of its seed. `run_trace` raises AssertionError at the firs
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 
 from tests.fakes import Answer, FakeLoop, FakeModel, answer_alone
 from xjax.config import SchedulerConfig, StepShapes
@@ -372,3 +373,13 @@ def check_events(request: Request, events: list[TokenEvent], answer: Answer) -> 
 
 def _is_nan(event: TokenEvent) -> bool:
     return event.error is not None and "finite" in event.error
+
+
+def expect_breach(make: Callable[[int], Trace], num_traces: int) -> None:
+    """Play traces until one breaks a law, with the scheduler's own checks off; fails where none does."""
+    for seed in range(num_traces):
+        try:
+            run_trace(make(seed), is_checked=False)
+        except (AssertionError, IndexError, KeyError, ValueError):
+            return
+    pytest.fail("nobody noticed")
